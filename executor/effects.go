@@ -1,0 +1,252 @@
+package executor
+
+import (
+	"encoding/json"
+	"fmt"
+	"strconv"
+	"strings"
+	"time"
+	"unicode/utf8"
+
+	"postrider/internal/agent"
+	"postrider/internal/record"
+)
+
+const (
+	maxState   = 16 << 20
+	maxRecords = 1000
+	maxBytes   = 8 << 20 // records of one step together
+	maxYear    = 9999
+)
+
+// effects is what a step asked for, checked and turned into what its transaction writes.
+type effects struct {
+	state   []byte // nil: unchanged
+	records []record.Record
+	local   []arrival
+	cancel  []string
+	next    agent.Next
+}
+
+// limits are the bounds and routes that effects are checked against.
+type limits struct {
+	node      string
+	topics    record.Topics
+	maxRecord int
+	hosted    func(agent string) bool
+}
+
+// plan checks everything a step asked for, before its transaction, and names the field that is wrong. occurred is when
+// the agent answered, in microseconds.
+func (l limits) plan(c *claim, e agent.Effects, occurred int64) (*effects, error) {
+	p := &effects{state: e.State, next: e.Next, cancel: e.Cancel}
+	switch p.next {
+	case "":
+		p.next = agent.Wait
+	case agent.Wait, agent.Continue, agent.Done, agent.Fail:
+	default:
+		return nil, fmt.Errorf("next: %q is not wait, continue, done or fail", e.Next)
+	}
+	if e.State != nil {
+		if err := checkJSON(e.State, maxState); err != nil {
+			return nil, fmt.Errorf("state: %w", err)
+		}
+	}
+	if n := len(e.Events) + len(e.Commands) + len(e.Messages); n > maxRecords {
+		return nil, fmt.Errorf("effects: %d records; at most %d a step are allowed", n, maxRecords)
+	}
+	stamp := record.Record{Occurred: occurred}
+	if c.input != nil {
+		stamp.Causation, stamp.Correlation, stamp.Trace = c.input.ID, c.input.correlation, c.input.traceID
+		if stamp.Correlation == "" {
+			stamp.Correlation = c.input.ID
+		}
+	}
+	for i, ev := range e.Events {
+		r := stamp
+		r.Kind, r.Type, r.Subject, r.Data = record.Event, ev.Type, ev.Subject, orNull(ev.Data)
+		if err := l.event(&r); err != nil {
+			return nil, fmt.Errorf("events[%d].%w", i, err)
+		}
+		p.records = append(p.records, r)
+	}
+	for i, cmd := range e.Commands {
+		if err := l.command(c, p, stamp, i, cmd); err != nil {
+			return nil, fmt.Errorf("commands[%d].%w", i, err)
+		}
+	}
+	for i, m := range e.Messages {
+		r := stamp
+		r.Kind, r.Topic, r.Retain, r.Data, r.Expires = record.Message, m.Topic, m.Retain, m.Payload, after(occurred, m.ExpiresIn)
+		if err := l.topics.CheckTopic(m.Topic); err != nil {
+			return nil, fmt.Errorf("messages[%d].topic: %w", i, err)
+		}
+		if len(m.Payload) > l.maxRecord {
+			return nil, fmt.Errorf("messages[%d]: payload has %d bytes; at most %d are allowed", i, len(m.Payload), l.maxRecord)
+		}
+		p.records = append(p.records, r)
+	}
+	switch p.next {
+	case agent.Done, agent.Fail:
+		r := stamp
+		r.Kind, r.Type, r.Data = record.Event, record.TypeRunDone, []byte("null")
+		if p.next == agent.Fail {
+			r.Type = record.TypeRunFailed
+		}
+		p.records = append(p.records, r)
+	}
+	total := 0
+	for i := range p.records {
+		total += len(p.records[i].Data)
+	}
+	if total > maxBytes {
+		return nil, fmt.Errorf("effects: records hold %d bytes; at most %d a step are allowed", total, maxBytes)
+	}
+	return p, nil
+}
+
+func (l limits) event(r *record.Record) error {
+	if err := checkType(r.Type); err != nil {
+		return fmt.Errorf("type: %w", err)
+	}
+	if record.IsReserved(r.Type) {
+		return fmt.Errorf("type: %q starts with %s, which is kept for the runtime", r.Type, record.ReservedPrefix)
+	}
+	if len(r.Subject) > 1024 {
+		return fmt.Errorf("subject: has %d bytes; at most 1024 are allowed", len(r.Subject))
+	}
+	if err := record.CheckText(r.Subject); err != nil {
+		return fmt.Errorf("subject: %w", err)
+	}
+	if err := checkJSON(r.Data, l.maxRecord); err != nil {
+		return fmt.Errorf("data: %w", err)
+	}
+	return nil
+}
+
+// command sends a command on the one of two ways: into an inbox of this node, within the step's own transaction, or as a
+// record to another node.
+func (l limits) command(c *claim, p *effects, stamp record.Record, i int, cmd agent.Command) error {
+	name, node, remote := strings.Cut(cmd.Agent, "@")
+	if cmd.Agent == "" {
+		name = c.agent
+	}
+	if err := record.CheckName(name); err != nil {
+		return fmt.Errorf("agent: %w", err)
+	}
+	if remote {
+		if err := record.CheckName(node); err != nil {
+			return fmt.Errorf("agent: node %w", err)
+		}
+	}
+	here := !remote || node == l.node
+	run := cmd.Run
+	switch {
+	case run == "" && name == c.agent && here:
+		run = c.name
+	case run == "":
+		return fmt.Errorf("run: is missing; only a command to the same agent may leave it out")
+	}
+	if err := record.CheckName(run); err != nil {
+		return fmt.Errorf("run: %w", err)
+	}
+	if err := checkType(cmd.Type); err != nil {
+		return fmt.Errorf("type: %w", err)
+	}
+	if err := checkJSON(orNull(cmd.Data), l.maxRecord); err != nil {
+		return fmt.Errorf("data: %w", err)
+	}
+	// The id is the same on every path, and on every attempt of the step.
+	id := fmt.Sprintf("%s%s/%d/%d", idPrefix, c.branch, c.step, i)
+	if cmd.ID != "" {
+		if len(cmd.ID) > 255 {
+			return fmt.Errorf("id: has %d bytes; at most 255 are allowed", len(cmd.ID))
+		}
+		if err := record.CheckText(cmd.ID); err != nil {
+			return fmt.Errorf("id: %w", err)
+		}
+		id = idPrefix + l.node + "/" + c.tenant + "/" + c.name + "/" + cmd.ID
+	}
+	due, err := dueTime(stamp.Occurred, cmd.In, cmd.At)
+	if err != nil {
+		return err
+	}
+	hops := int64(0)
+	if c.input != nil {
+		hops = c.input.hops
+	}
+	if here && !l.hosted(name) {
+		return fmt.Errorf("agent: %s is not hosted here, and has no node", name)
+	}
+	if here {
+		source := "/" + l.node + "/" + c.tenant + "/" + c.name + "/" + c.branch
+		if due != 0 {
+			source = "timer"
+		}
+		p.local = append(p.local, arrival{tenant: c.tenant, run: run, agent: name, id: id, explicit: cmd.ID != "", typ: cmd.Type, source: source,
+			data: orNull(cmd.Data), due: due, expires: after(stamp.Occurred, cmd.ExpiresIn), hops: hops, correlation: stamp.Correlation,
+			causation: c.branch + "/" + strconv.FormatInt(c.step, 10), trace: stamp.Trace, createdBranch: c.head.Branch, createdStep: c.step, commandID: cmd.ID})
+		return nil
+	}
+	if due != 0 {
+		return fmt.Errorf("in, at: a timer waits on its own node; %s is elsewhere", cmd.Agent)
+	}
+	r := stamp
+	r.Kind, r.Type, r.Data = record.Command, cmd.Type, orNull(cmd.Data)
+	r.ToNode, r.ToAgent, r.ToRun, r.InputID, r.Hops, r.Expires = node, name, run, id, hops+1, after(stamp.Occurred, cmd.ExpiresIn)
+	p.records = append(p.records, r)
+	return nil
+}
+
+// dueTime is when a timer is due, in microseconds; 0: now.
+func dueTime(now int64, in time.Duration, at time.Time) (int64, error) {
+	switch {
+	case in < 0:
+		return 0, fmt.Errorf("in: %s is negative", in)
+	case in > 0 && !at.IsZero():
+		return 0, fmt.Errorf("at: excludes in")
+	case in > 0:
+		return now + in.Microseconds(), nil
+	case at.IsZero():
+		return 0, nil
+	case at.Year() > maxYear || at.Year() < 1970:
+		return 0, fmt.Errorf("at: %d is not a year from 1970 to %d", at.Year(), maxYear)
+	}
+	return at.UnixMicro(), nil
+}
+
+func after(now int64, d time.Duration) int64 {
+	if d <= 0 {
+		return 0
+	}
+	return now + d.Microseconds()
+}
+
+func orNull(b json.RawMessage) []byte {
+	if b == nil {
+		return []byte("null")
+	}
+	return b
+}
+
+// appendReason writes {"reason": …}; the text may hold what an agent printed.
+func appendReason(dst []byte, reason string) []byte {
+	b, err := json.Marshal(struct {
+		Reason string `json:"reason"`
+	}{strings.ToValidUTF8(cut(reason, 1024), "\uFFFD")})
+	if err != nil {
+		panic(err) // a string always marshals
+	}
+	return append(dst, b...)
+}
+
+// cut shortens s to n bytes at a character's start.
+func cut(s string, n int) string {
+	if len(s) <= n {
+		return s
+	}
+	for n > 0 && !utf8.RuneStart(s[n]) {
+		n--
+	}
+	return s[:n]
+}

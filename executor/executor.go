@@ -1,0 +1,417 @@
+// Package executor runs agents: it takes inputs into the inbox, decides which run has a step to do, asks the agent, and
+// commits the step (new state, consumed input, records, follow-up inputs, the claim of the next step) in one
+// transaction, or not at all. Steps of different runs go side by side, those of one run strictly in order. It never
+// calls a broker or waits for one: what it wants exported is a row in the outbox, and Notify only rings a bell.
+package executor
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"math/rand/v2"
+	"runtime/debug"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"postrider/internal/agent"
+	"postrider/internal/record"
+	"postrider/internal/sqlite"
+	"postrider/outbox"
+)
+
+// Options of New; the zero value works.
+type Options struct {
+	Workers      int           // runs in hand at once; 0: 64
+	Poll         time.Duration // how often other processes' writes are looked for; 0: 200 ms
+	MaxAttempts  int           // failed attempts of one step; 0: 5
+	DeadLetter   bool          // after them, the input is set aside; default: the run is paused at it
+	BackoffMin   time.Duration // 0: 1 s
+	BackoffMax   time.Duration // 0: 5 min
+	StepDeadline time.Duration // hard limit of one attempt; 0: 15 min
+	MaxContinue  int64         // steps in a row without input; 0: 10,000
+	MaxRecord    int           // bytes of one record's data; 0: 256 KiB
+	Grace        time.Duration // at the end, for steps in hand, before their context ends; 0: 2 s
+	Topics       record.Topics // where messages may not go: the node's own topics
+	Notify       func()        // after a commit with records; must not block
+	Logger       *slog.Logger
+	Metrics      prometheus.Registerer // nil: none
+}
+
+// Executor runs the steps of one node.
+type Executor struct {
+	store  *sqlite.Store
+	node   string
+	agents map[string]agent.Agent
+	o      Options
+	log    *slog.Logger
+	m      *metrics
+	bell   chan struct{}
+	hungry atomic.Bool // more runs are ready than workers are free: those in hand let go after their step
+
+	mu     sync.Mutex
+	active map[int64]*worker // by run
+}
+
+// worker is a run in hand.
+type worker struct {
+	branch atomic.Int64 // live branch that its step belongs to; 0: none in hand
+	cancel context.CancelCauseFunc
+}
+
+// New returns an executor for node's store that hosts agents by name.
+func New(store *sqlite.Store, node string, agents map[string]agent.Agent, o Options) *Executor {
+	if o.Workers == 0 {
+		o.Workers = 64
+	}
+	if o.Poll == 0 {
+		o.Poll = 200 * time.Millisecond
+	}
+	if o.MaxAttempts == 0 {
+		o.MaxAttempts = 5
+	}
+	if o.BackoffMin == 0 {
+		o.BackoffMin = time.Second
+	}
+	if o.BackoffMax == 0 {
+		o.BackoffMax = 5 * time.Minute
+	}
+	if o.StepDeadline == 0 {
+		o.StepDeadline = 15 * time.Minute
+	}
+	if o.MaxContinue == 0 {
+		o.MaxContinue = 10_000
+	}
+	if o.MaxRecord == 0 {
+		o.MaxRecord = 256 << 10
+	}
+	if o.Grace == 0 {
+		o.Grace = 2 * time.Second
+	}
+	if o.Notify == nil {
+		o.Notify = func() {}
+	}
+	if o.Logger == nil {
+		o.Logger = slog.New(slog.DiscardHandler)
+	}
+	return &Executor{store: store, node: node, agents: agents, o: o, log: o.Logger.With("component", "executor"),
+		m: newMetrics(o.Metrics, agents), bell: make(chan struct{}, 1), active: map[int64]*worker{}}
+}
+
+// Wake has the executor look for ready runs now instead of at its next poll. It may be called from anywhere.
+func (e *Executor) Wake() {
+	select {
+	case e.bell <- struct{}{}:
+	default:
+	}
+}
+
+var errStopped = errors.New("the node stops")
+
+// errRewound cancels a step in hand whose branch is no longer live.
+var errRewound = errors.New("the run was rewound")
+
+// Run executes steps until ctx ends, then lets those in hand finish for the grace period, gives the rest back, and
+// returns nil. A fault of an agent never ends it; an error is the store's.
+func (e *Executor) Run(ctx context.Context) error {
+	if err := e.recover(ctx); err != nil {
+		return fmt.Errorf("start executor: %w", err)
+	}
+	// Steps outlive ctx by the grace period.
+	steps, cancel := context.WithCancelCause(context.WithoutCancel(ctx))
+	defer cancel(errStopped)
+	var wg sync.WaitGroup
+	defer func() {
+		t := time.AfterFunc(e.o.Grace, func() { cancel(errStopped) })
+		defer t.Stop()
+		wg.Wait()
+	}()
+	watch, err := outbox.New(e.store, e.node).Watch(ctx)
+	if err != nil {
+		return fmt.Errorf("start executor: %w", err)
+	}
+	defer watch.Close()
+	timer := time.NewTimer(0)
+	defer timer.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-timer.C:
+		case <-e.bell:
+		}
+		rewound, err := watch.Rewound(ctx)
+		if err == nil && rewound {
+			err = e.fence(ctx)
+		}
+		pause := e.o.Poll
+		if err == nil {
+			pause, err = e.schedule(ctx, steps, &wg)
+		}
+		if err != nil && ctx.Err() == nil {
+			e.log.Error("ready runs cannot be read", "err", err)
+		}
+		timer.Reset(pause)
+	}
+}
+
+// recover registers the hosted agents and returns to the queue what a former process had in hand: a step that did not
+// commit has not happened.
+func (e *Executor) recover(ctx context.Context) error {
+	return e.store.Write(ctx, func(ctx context.Context, tx *sqlite.Tx) error {
+		for name := range e.agents {
+			_, _, err := tx.Exec(ctx, `INSERT INTO agent (name, kind, first_us, last_us) VALUES (?1, ?2, ?3, ?3)
+				ON CONFLICT (name) DO UPDATE SET kind = ?2, last_us = ?3`, name, fmt.Sprintf("%T", e.agents[name]), tx.NowUS)
+			if err != nil {
+				return fmt.Errorf("register agent %s: %w", name, err)
+			}
+			_, _, err = tx.Exec(ctx, "UPDATE run SET status = 'ready', wake_us = ?, updated_us = ? WHERE status = 'unhosted' AND agent = ?", tx.NowUS, tx.NowUS, name)
+			if err != nil {
+				return fmt.Errorf("find runs of agent %s: %w", name, err)
+			}
+		}
+		_, _, err := tx.Exec(ctx, "UPDATE run SET status = 'ready', wake_us = ?, updated_us = ? WHERE status = 'running'", tx.NowUS, tx.NowUS)
+		return err
+	})
+}
+
+// schedule starts a worker for each ready run while there is room, and says when to look again.
+func (e *Executor) schedule(ctx, steps context.Context, wg *sync.WaitGroup) (time.Duration, error) {
+	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
+	defer cancel()
+	rows, err := e.store.Reader().QueryContext(ctx, `SELECT id, wake_us FROM run WHERE status IN ('ready', 'waiting') ORDER BY wake_us, id LIMIT ?`,
+		2*e.o.Workers+1)
+	if err != nil {
+		return e.o.Poll, err
+	}
+	defer rows.Close()
+	pause := e.o.Poll
+	hungry := false
+	for rows.Next() {
+		var id, wakeUS int64
+		if err := rows.Scan(&id, &wakeUS); err != nil {
+			return e.o.Poll, err
+		}
+		if d := time.Until(time.UnixMicro(wakeUS)); d > 0 {
+			pause = min(pause, d)
+			break
+		}
+		if !e.start(steps, id, wg) {
+			hungry = true
+		}
+	}
+	e.hungry.Store(hungry)
+	return pause, rows.Err()
+}
+
+// fence cancels the steps in hand whose branch a rewind, by any process, has abandoned. Their commits would change
+// nothing anyway; their agents need not go on.
+func (e *Executor) fence(ctx context.Context) error {
+	e.mu.Lock()
+	inHand := make(map[int64]*worker, len(e.active))
+	for run, w := range e.active {
+		inHand[run] = w
+	}
+	e.mu.Unlock()
+	for run, w := range inHand {
+		branch := w.branch.Load()
+		if branch == 0 {
+			continue
+		}
+		var live int64
+		if err := e.store.Reader().QueryRowContext(ctx, "SELECT live FROM run WHERE id = ?", run).Scan(&live); err != nil {
+			return fmt.Errorf("look for rewinds: %w", err)
+		}
+		if live != branch && w.branch.Load() == branch {
+			w.cancel(errRewound)
+		}
+	}
+	return nil
+}
+
+// start gives a run to a new worker; false when there is no room. A run in hand is left there.
+func (e *Executor) start(steps context.Context, run int64, wg *sync.WaitGroup) bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.active[run] != nil {
+		return true
+	}
+	if len(e.active) >= e.o.Workers {
+		return false
+	}
+	ctx, cancel := context.WithCancelCause(steps)
+	w := &worker{cancel: cancel}
+	e.active[run] = w
+	wg.Go(func() {
+		e.work(ctx, run, w)
+		cancel(nil)
+		e.mu.Lock()
+		delete(e.active, run)
+		e.mu.Unlock()
+		e.Wake() // there is room again
+	})
+	return true
+}
+
+func (e *Executor) hosted(name string) bool { return e.agents[name] != nil }
+
+// work decides and commits steps of one run until it rests, waits, ends or is fenced.
+func (e *Executor) work(ctx context.Context, run int64, w *worker) {
+	log := e.log
+	var c *claim
+	err := e.store.Write(ctx, func(ctx context.Context, tx *sqlite.Tx) (err error) {
+		c, err = claimStep(ctx, tx, run, e.hosted)
+		return err
+	})
+	for err == nil && c != nil {
+		w.branch.Store(c.head.Branch)
+		c, err = e.step(ctx, c)
+	}
+	switch {
+	case err == nil, errors.Is(err, sqlite.ErrClosed), errors.Is(err, errStopped):
+	case errors.Is(err, errFenced):
+		log.Info("late step changed nothing", "run_id", run)
+	default:
+		// The run stays as the database has it: in hand, and no worker. A pause keeps a broken disk from being hammered.
+		log.Error("step could not be stored", "run_id", run, "err", err)
+		e.retryLater(ctx, run)
+	}
+}
+
+// retryLater returns a run to the queue after the store refused its step, trying until the store takes it.
+func (e *Executor) retryLater(ctx context.Context, run int64) {
+	for pause := 200 * time.Millisecond; ; pause = min(2*pause, 5*time.Second) {
+		t := time.NewTimer(pause)
+		select {
+		case <-ctx.Done():
+			t.Stop()
+			return // the next process finds it in hand
+		case <-t.C:
+		}
+		err := e.store.Write(ctx, func(ctx context.Context, tx *sqlite.Tx) error {
+			_, _, err := tx.Exec(ctx, "UPDATE run SET status = 'ready', wake_us = ?, updated_us = ? WHERE id = ? AND status = 'running'", tx.NowUS, tx.NowUS, run)
+			return err
+		})
+		if err == nil {
+			return
+		}
+	}
+}
+
+// step asks the agent and commits its answer, or what its failure means. It returns the claim of the run's next step.
+func (e *Executor) step(ctx context.Context, c *claim) (*claim, error) {
+	begin := time.Now()
+	answer, aerr := e.ask(ctx, c, begin)
+	var plan *effects
+	if aerr == nil {
+		l := limits{node: e.node, topics: e.o.Topics, maxRecord: e.o.MaxRecord, hosted: e.hosted}
+		if plan, aerr = l.plan(c, answer, time.Now().UnixMicro()); aerr != nil {
+			aerr = fmt.Errorf("agent %s, step %d of %s/%s: invalid effects: %w", c.agent, c.step, c.tenant, c.name, aerr)
+		}
+	}
+	// The commit is not cancelled with the step: it is short, and its outcome counts.
+	commit := context.WithoutCancel(ctx)
+	var next *claim
+	var err error
+	outcome := "ok"
+	switch {
+	case aerr == nil:
+		err = e.store.Write(commit, func(tctx context.Context, tx *sqlite.Tx) (err error) {
+			next, err = commitStep(tctx, tx, c, plan, e.hungry.Load() || ctx.Err() != nil, e.o.MaxContinue)
+			return err
+		})
+		if err == nil && len(plan.records) > 0 {
+			e.o.Notify()
+		}
+		if err == nil && len(plan.local) > 0 {
+			e.Wake()
+		}
+	case context.Cause(ctx) == errStopped:
+		outcome = "stopped"
+		err = e.store.Write(commit, func(ctx context.Context, tx *sqlite.Tx) error { return giveBack(ctx, tx, c) })
+	case context.Cause(ctx) == errRewound:
+		err = errFenced
+	default:
+		v := e.judge(c, aerr)
+		outcome = v.status
+		log := e.log.With("tenant", c.tenant, "run", c.name, "agent", c.agent, "step", c.step, "attempt", c.attempt)
+		log.Warn("step failed", "err", aerr, "then", v.status)
+		err = e.store.Write(commit, func(ctx context.Context, tx *sqlite.Tx) error { return failStep(ctx, tx, c, v) })
+		if err == nil && v.status == "paused" {
+			e.o.Notify()
+		}
+	}
+	if errors.Is(err, errFenced) {
+		outcome = "fenced"
+	} else if err != nil {
+		outcome = "error"
+	}
+	e.m.steps.WithLabelValues(c.agent, outcome).Inc()
+	e.m.duration.Observe(time.Since(begin).Seconds())
+	return next, err
+}
+
+// ask calls the agent. A panic is a failed attempt.
+func (e *Executor) ask(ctx context.Context, c *claim, now time.Time) (_ agent.Effects, err error) {
+	deadline := now.Add(e.o.StepDeadline)
+	ctx, cancel := context.WithDeadline(ctx, deadline)
+	defer cancel()
+	defer func() {
+		if p := recover(); p != nil {
+			err = fmt.Errorf("agent %s, step %d of %s/%s: panic: %v", c.agent, c.step, c.tenant, c.name, p)
+			e.log.Error("agent panicked", "agent", c.agent, "run", c.name, "stack", string(debug.Stack()))
+		}
+	}()
+	s := agent.Step{Tenant: c.tenant, Run: c.name, Branch: c.branch, Agent: c.agent, Number: c.step, Attempt: c.attempt,
+		Now: now.UTC(), Deadline: deadline.UTC(), State: c.state, LastError: c.lastError}
+	if c.input != nil {
+		in := c.input.Input
+		in.At = time.UnixMicro(c.input.atUS).UTC()
+		s.Input = &in
+	}
+	answer, err := e.agents[c.agent].Step(ctx, s)
+	if err == nil && ctx.Err() != nil {
+		err = context.Cause(ctx) // it answered after its time
+	}
+	return answer, err
+}
+
+// judge turns an agent's error into what happens to its input.
+func (e *Executor) judge(c *claim, aerr error) verdict {
+	v := verdict{reason: cut(aerr.Error(), 4096), status: "waiting", countsAsOf: c.attempt}
+	now := time.Now()
+	var said *agent.Error
+	errors.As(aerr, &said)
+	switch {
+	case said != nil && said.Code == agent.Busy:
+		pause := said.RetryAfter
+		if pause <= 0 {
+			pause = e.o.BackoffMin
+		}
+		v.wakeUS, v.countsAsOf = now.Add(min(pause, 24*time.Hour)).UnixMicro(), c.attempt-1
+	case said != nil && said.Code == agent.Terminal:
+		v.status = "dead"
+	case c.attempt < int64(e.o.MaxAttempts):
+		v.wakeUS = now.Add(backoff(e.o.BackoffMin, e.o.BackoffMax, c.attempt)).UnixMicro()
+	case e.o.DeadLetter:
+		v.status = "dead"
+	default:
+		v.status = "paused"
+	}
+	if v.status == "dead" && c.input == nil {
+		v.status = "paused" // there is no input to set aside
+	}
+	return v
+}
+
+// backoff doubles from least with the attempt (from 1) up to most, with full jitter.
+func backoff(least, most time.Duration, attempt int64) time.Duration {
+	d := most
+	if attempt < 32 && least<<(attempt-1) < most && least<<(attempt-1) > 0 {
+		d = least << (attempt - 1)
+	}
+	return rand.N(d) + 1
+}

@@ -1,0 +1,172 @@
+package executor
+
+import (
+	"context"
+	"database/sql"
+	"errors"
+	"fmt"
+
+	"postrider/internal/sqlite"
+)
+
+// RunInfo is a run as an operator sees it.
+type RunInfo struct {
+	Tenant, Run, Agent, Status string
+	Branch                     string // the live one
+	Gen                        int64
+	Step, LSN                  int64 // head of the live branch
+	Pending                    int64 // inputs that wait, timers among them
+	Attempts                   int64 // failed ones of the step in hand
+	LastError                  string
+	WakeUS, UpdatedUS          int64 // WakeUS 0: nothing scheduled
+}
+
+// Runs lists runs in order of tenant and name, those after the given pair: tenant "" lists all tenants.
+func Runs(ctx context.Context, store *sqlite.Store, tenant string, afterTenant, afterRun string, limit int) ([]RunInfo, error) {
+	rows, err := store.Reader().QueryContext(ctx, runQuery+`
+		WHERE (?1 = '' OR r.tenant = ?1) AND (r.tenant, r.name) > (?2, ?3) ORDER BY r.tenant, r.name LIMIT ?4`, tenant, afterTenant, afterRun, limit)
+	if err != nil {
+		return nil, fmt.Errorf("list runs: %w", err)
+	}
+	defer rows.Close()
+	var list []RunInfo
+	for rows.Next() {
+		var r RunInfo
+		if err := rows.Scan(r.dest()...); err != nil {
+			return nil, fmt.Errorf("list runs: %w", err)
+		}
+		list = append(list, r)
+	}
+	return list, rows.Err()
+}
+
+const runQuery = `SELECT r.tenant, r.name, r.agent, r.status, b.ulid, b.gen, b.head_step, b.head_lsn,
+	(SELECT count(*) FROM inbox i WHERE i.run = r.id AND i.consumed_branch IS NULL AND i.cancelled_branch IS NULL AND i.ended_us IS NULL),
+	r.attempts, COALESCE(r.last_error, ''), COALESCE(r.wake_us, 0), r.updated_us FROM run r JOIN branch b ON b.id = r.live`
+
+func (r *RunInfo) dest() []any {
+	return []any{&r.Tenant, &r.Run, &r.Agent, &r.Status, &r.Branch, &r.Gen, &r.Step, &r.LSN, &r.Pending, &r.Attempts, &r.LastError, &r.WakeUS, &r.UpdatedUS}
+}
+
+// BranchInfo is one line of a run's history.
+type BranchInfo struct {
+	Branch   string `json:"branch"`
+	Gen      int64  `json:"gen"`
+	Parent   string `json:"parent"` // "": root
+	ForkStep int64  `json:"fork_step"`
+	ForkLSN  int64  `json:"fork_lsn"`
+	Step     int64  `json:"step"`
+	LSN      int64  `json:"lsn"`
+	Shipped  int64  `json:"shipped"`
+	Live     bool   `json:"live"`
+}
+
+// RunDetail is a run with its state and branches.
+type RunDetail struct {
+	RunInfo
+	State    []byte // JSON, as the agent gave it
+	Branches []BranchInfo
+}
+
+// Show reads one run in one snapshot; ErrNotFound when there is none.
+func Show(ctx context.Context, store *sqlite.Store, tenant, run string) (RunDetail, error) {
+	tx, err := store.Reader().BeginTx(ctx, nil)
+	if err != nil {
+		return RunDetail{}, fmt.Errorf("show run %s: %w", run, err)
+	}
+	defer tx.Rollback()
+	var d RunDetail
+	err = tx.QueryRowContext(ctx, runQuery+" WHERE r.tenant = ? AND r.name = ?", tenant, run).Scan(d.dest()...)
+	if errors.Is(err, sql.ErrNoRows) {
+		return RunDetail{}, fmt.Errorf("%w: tenant %s has no run %s", ErrNotFound, tenant, run)
+	}
+	if err != nil {
+		return RunDetail{}, fmt.Errorf("show run %s: %w", run, err)
+	}
+	err = tx.QueryRowContext(ctx, `SELECT COALESCE(c.state, (SELECT state FROM checkpoint WHERE id = c.base_id)) FROM run r JOIN branch b ON b.id = r.live
+		JOIN checkpoint c ON c.id = b.head_id WHERE r.tenant = ? AND r.name = ?`, tenant, run).Scan(&d.State)
+	if err != nil {
+		return RunDetail{}, fmt.Errorf("load state of run %s: %w", run, err)
+	}
+	rows, err := tx.QueryContext(ctx, `SELECT b.ulid, b.gen, COALESCE(p.ulid, ''), b.fork_step, b.fork_lsn, b.head_step, b.head_lsn, b.shipped, b.id = r.live
+		FROM run r JOIN branch b ON b.run = r.id LEFT JOIN branch p ON p.id = b.parent WHERE r.tenant = ? AND r.name = ? ORDER BY b.gen LIMIT 10000`, tenant, run)
+	if err != nil {
+		return RunDetail{}, fmt.Errorf("list branches of run %s: %w", run, err)
+	}
+	defer rows.Close()
+	for rows.Next() {
+		var b BranchInfo
+		if err := rows.Scan(&b.Branch, &b.Gen, &b.Parent, &b.ForkStep, &b.ForkLSN, &b.Step, &b.LSN, &b.Shipped, &b.Live); err != nil {
+			return RunDetail{}, fmt.Errorf("list branches of run %s: %w", run, err)
+		}
+		d.Branches = append(d.Branches, b)
+	}
+	return d, rows.Err()
+}
+
+// StepInfo is one step of a run's live lineage.
+type StepInfo struct {
+	Branch      string `json:"branch"`
+	Step        int64  `json:"step"`
+	Input       string `json:"input"` // input id; "": none
+	InputType   string `json:"input_type"`
+	LSN         int64  `json:"lsn"` // head after the step
+	Next        string `json:"next"`
+	StartedUS   int64  `json:"started_us"`
+	CommittedUS int64  `json:"committed_us"`
+}
+
+// Steps lists the newest steps of a run's live lineage that are below before (0: from the head), newest first;
+// ErrNotFound when there is no such run.
+func Steps(ctx context.Context, store *sqlite.Store, tenant, run string, before int64, limit int) ([]StepInfo, error) {
+	tx, err := store.Reader().BeginTx(ctx, nil)
+	if err != nil {
+		return nil, fmt.Errorf("list steps of run %s: %w", run, err)
+	}
+	defer tx.Rollback()
+	var next int64
+	err = tx.QueryRowContext(ctx, "SELECT live FROM run WHERE tenant = ? AND name = ?", tenant, run).Scan(&next)
+	if errors.Is(err, sql.ErrNoRows) {
+		return nil, fmt.Errorf("%w: tenant %s has no run %s", ErrNotFound, tenant, run)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("list steps of run %s: %w", run, err)
+	}
+	if before == 0 {
+		before = 1 << 62
+	}
+	var list []StepInfo
+	upTo := int64(1 << 62) // the child's fork step
+	for next != 0 && len(list) < limit {
+		var branch, head, forkStep int64
+		if err := tx.QueryRowContext(ctx, "SELECT id, head_id, fork_step, COALESCE(parent, 0) FROM branch WHERE id = ?", next).Scan(&branch, &head, &forkStep, &next); err != nil {
+			return nil, fmt.Errorf("list steps of run %s: %w", run, err)
+		}
+		// A branch without a step of its own has its parent's checkpoint as head: the c.branch condition leaves it out.
+		err := func() error {
+			rows, err := tx.QueryContext(ctx, `WITH RECURSIVE walk (id, prev_id, step) AS (
+				SELECT id, prev_id, step FROM checkpoint WHERE id = ?1 AND branch = ?2
+				UNION ALL SELECT c.id, c.prev_id, c.step FROM walk w JOIN checkpoint c ON c.id = w.prev_id)
+				SELECT b.ulid, c.step, COALESCE(i.input_id, ''), COALESCE(i.type, ''), c.lsn, c.next, c.started_us, c.committed_us
+				FROM walk w JOIN checkpoint c ON c.id = w.id JOIN branch b ON b.id = c.branch LEFT JOIN inbox i ON i.id = c.input
+				WHERE c.step < ?3 AND c.step <= ?4 LIMIT ?5`, head, branch, before, upTo, limit-len(list))
+			if err != nil {
+				return err
+			}
+			defer rows.Close()
+			for rows.Next() {
+				var s StepInfo
+				if err := rows.Scan(&s.Branch, &s.Step, &s.Input, &s.InputType, &s.LSN, &s.Next, &s.StartedUS, &s.CommittedUS); err != nil {
+					return err
+				}
+				list = append(list, s)
+			}
+			return rows.Err()
+		}()
+		if err != nil {
+			return nil, fmt.Errorf("list steps of run %s: %w", run, err)
+		}
+		upTo = forkStep
+	}
+	return list, nil
+}

@@ -1,0 +1,320 @@
+package executor
+
+import (
+	"context"
+	"database/sql"
+	"errors"
+	"fmt"
+
+	"postrider/internal/agent"
+	"postrider/internal/record"
+	"postrider/internal/sqlite"
+	"postrider/outbox"
+)
+
+// errFenced: the claim is no longer the run's. A rewind, a withdrawn input or a later claim came first; the result of
+// the step changes nothing.
+var errFenced = errors.New("the step is no longer the run's")
+
+// claim is one step in hand: what the agent is given, and what the commit is fenced by.
+type claim struct {
+	run               int64
+	tenant, name      string
+	agent             string
+	no                int64 // run.claim
+	branch            string
+	step, attempt     int64
+	state             []byte
+	stateID           int64 // the checkpoint that holds these bytes
+	headID            int64 // the checkpoint before this step; its branch's if ownHead
+	ownHead           bool
+	head              outbox.Head
+	input             *claimedInput // nil: a step after next: continue
+	continues         int64
+	lastError         string
+	startedUS, nodeUS int64
+}
+
+type claimedInput struct {
+	row int64 // inbox.id
+	agent.Input
+	atUS                            int64
+	correlation, causation, traceID string
+	hops                            int64
+}
+
+// claimStep takes the next step of a run in hand: a continue, or the first due input. No claim is returned when there
+// is nothing to do; the run then waits for its next timer, or is idle. hosted says whether its agent is here.
+func claimStep(ctx context.Context, tx *sqlite.Tx, run int64, hosted func(agent string) bool) (*claim, error) {
+	c := claim{run: run}
+	var next string
+	var codec int64
+	var base, checkpointBranch sql.NullInt64
+	var state []byte
+	err := tx.Get(ctx, `SELECT r.tenant, r.name, r.agent, r.claim + 1, r.attempts + 1, r.continues, COALESCE(r.last_error, ''),
+		b.id, b.ulid, b.head_step + 1, b.head_lsn, b.event_lsn, b.tail_id, b.head_bytes, b.head_id,
+		c.branch, c.next, c.codec, c.base_id, c.state
+		FROM run r JOIN branch b ON b.id = r.live JOIN checkpoint c ON c.id = b.head_id
+		WHERE r.id = ? AND r.status IN ('ready', 'waiting') AND r.wake_us <= ?`, []any{run, tx.NowUS},
+		&c.tenant, &c.name, &c.agent, &c.no, &c.attempt, &c.continues, &c.lastError,
+		&c.head.Branch, &c.branch, &c.step, &c.head.LSN, &c.head.EventLSN, &c.head.TailID, &c.head.Bytes, &c.headID,
+		&checkpointBranch, &next, &codec, &base, &state)
+	if errors.Is(err, sql.ErrNoRows) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("claim run %d: %w", run, err)
+	}
+	if !hosted(c.agent) {
+		_, _, err := tx.Exec(ctx, "UPDATE run SET status = 'unhosted', wake_us = NULL, updated_us = ? WHERE id = ?", tx.NowUS, run)
+		return nil, err
+	}
+	c.ownHead = checkpointBranch.Int64 == c.head.Branch
+	c.state, c.stateID = state, c.headID
+	if base.Valid {
+		c.stateID = base.Int64
+		if err := tx.Get(ctx, "SELECT state FROM checkpoint WHERE id = ?", []any{c.stateID}, &c.state); err != nil {
+			return nil, fmt.Errorf("load state of run %s: %w", c.name, err)
+		}
+	}
+	return take(ctx, tx, &c, agent.Next(next))
+}
+
+// take chooses what the run does after its head step and records the choice: the claim of a step, or its rest.
+func take(ctx context.Context, tx *sqlite.Tx, c *claim, next agent.Next) (*claim, error) {
+	c.input = nil
+	if next != agent.Continue {
+		in, due, err := nextInput(ctx, tx, c.run)
+		if err != nil {
+			return nil, err
+		}
+		if in == nil {
+			return nil, rest(ctx, tx, c.run, due)
+		}
+		c.input = in
+	}
+	var row any
+	if c.input != nil {
+		row = c.input.row
+	}
+	_, _, err := tx.Exec(ctx, `UPDATE run SET status = 'running', claim = ?, claim_step = ?, claim_input = ?, wake_us = NULL, updated_us = ? WHERE id = ?`,
+		c.no, c.step, row, tx.NowUS, c.run)
+	if err != nil {
+		return nil, fmt.Errorf("claim step %d of %s: %w", c.step, c.name, err)
+	}
+	c.startedUS = tx.NowUS
+	return c, nil
+}
+
+// rest leaves a run without a step in hand until due; 0: until an input comes.
+func rest(ctx context.Context, tx *sqlite.Tx, run, due int64) error {
+	status, wakeUS := "idle", any(nil)
+	if due != 0 {
+		status, wakeUS = "waiting", due
+	}
+	_, _, err := tx.Exec(ctx, `UPDATE run SET status = ?, wake_us = ?, claim_step = NULL, claim_input = NULL, updated_us = ? WHERE id = ?`,
+		status, wakeUS, tx.NowUS, run)
+	return err
+}
+
+// nextInput is the first due input of a run, by max(arrival, due), then arrival. When none is due, it says when.
+func nextInput(ctx context.Context, tx *sqlite.Tx, run int64) (*claimedInput, int64, error) {
+	in := claimedInput{}
+	var due int64
+	var data []byte
+	err := tx.Get(ctx, `SELECT id, due_us, input_id, type, data, source, arrived_us, COALESCE(correlation, ''), COALESCE(causation, ''),
+		COALESCE(trace, ''), hops FROM inbox
+		WHERE run = ? AND consumed_branch IS NULL AND cancelled_branch IS NULL AND ended_us IS NULL ORDER BY due_us, id LIMIT 1`, []any{run},
+		&in.row, &due, &in.ID, &in.Type, &data, &in.Source, &in.atUS, &in.correlation, &in.causation, &in.traceID, &in.hops)
+	if errors.Is(err, sql.ErrNoRows) {
+		return nil, 0, nil
+	}
+	if err != nil {
+		return nil, 0, fmt.Errorf("find next input: %w", err)
+	}
+	if due > tx.NowUS {
+		return nil, due, nil
+	}
+	in.Data = data
+	return &in, 0, nil
+}
+
+// commitStep is the step: in one transaction it consumes the input, stores the new state, hands local commands to their
+// runs, appends the records, moves the branch head and claims the next step (unless yield). Each guard is in a write's
+// WHERE; a step whose claim, branch, head or input is no longer the run's changes nothing: errFenced.
+func commitStep(ctx context.Context, tx *sqlite.Tx, c *claim, e *effects, yield bool, maxContinue int64) (next *claim, err error) {
+	var inputRow any
+	if c.input != nil {
+		inputRow = c.input.row
+		n, _, err := tx.Exec(ctx, `UPDATE inbox SET consumed_branch = ?, consumed_step = ?, next_us = NULL
+			WHERE id = ? AND run = ? AND consumed_branch IS NULL AND cancelled_branch IS NULL AND ended_us IS NULL`,
+			c.head.Branch, c.step, c.input.row, c.run)
+		if err != nil {
+			return nil, fmt.Errorf("consume input: %w", err)
+		}
+		if n != 1 {
+			return nil, errFenced
+		}
+	}
+	if err := cancelCommands(ctx, tx, c, e.cancel); err != nil {
+		return nil, err
+	}
+	for _, a := range e.local {
+		if err := deliverLocal(ctx, tx, a); err != nil {
+			return nil, err
+		}
+	}
+	head, err := outbox.Append(ctx, tx, c.head, c.step, e.records)
+	if err != nil {
+		return nil, err
+	}
+	var prev, base, state any
+	if c.ownHead {
+		prev = c.headID
+	}
+	codec := 1
+	if e.state == nil {
+		codec, base = 0, c.stateID
+	} else {
+		state = e.state
+	}
+	_, checkpoint, err := tx.Exec(ctx, `INSERT INTO checkpoint (branch, step, prev_id, next, input, lsn, event_lsn, bytes, started_us, committed_us, codec, base_id, state)
+		VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)`,
+		c.head.Branch, c.step, prev, string(e.next), inputRow, head.LSN, head.EventLSN, head.Bytes, c.startedUS, tx.NowUS, codec, base, state)
+	if err != nil {
+		return nil, fmt.Errorf("store checkpoint: %w", err)
+	}
+	first := head.TailID - int64(len(e.records)) + 1
+	n, _, err := tx.Exec(ctx, `UPDATE branch SET head_step = ?2, head_lsn = ?3, event_lsn = ?4, head_id = ?5, tail_id = ?6, head_bytes = ?7,
+		exportable = ?3, export_bytes = ?7, backlog_id = iif(shipped < exportable, backlog_id, ?8)
+		WHERE id = ?1 AND head_step = ?2 - 1 AND head_lsn = ?9`,
+		c.head.Branch, c.step, head.LSN, head.EventLSN, checkpoint, head.TailID, head.Bytes, first, c.head.LSN)
+	if err != nil {
+		return nil, fmt.Errorf("move branch head: %w", err)
+	}
+	if n != 1 {
+		return nil, errFenced
+	}
+	// Not ready yet: what follows decides. The guard is here, so that a fenced claim ends in this statement.
+	continues := int64(0)
+	if e.next == agent.Continue {
+		continues = c.continues + 1
+	}
+	n, _, err = tx.Exec(ctx, `UPDATE run SET claim = claim + 1, claim_step = NULL, claim_input = NULL, attempts = 0, continues = ?, last_error = NULL, updated_us = ?
+		WHERE id = ? AND live = ? AND claim = ? AND status = 'running'`, continues, tx.NowUS, c.run, c.head.Branch, c.no)
+	if err != nil {
+		return nil, fmt.Errorf("release claim: %w", err)
+	}
+	if n != 1 {
+		return nil, errFenced
+	}
+	after := &claim{run: c.run, tenant: c.tenant, name: c.name, agent: c.agent, no: c.no + 1, branch: c.branch, step: c.step + 1, attempt: 1,
+		state: c.state, stateID: c.stateID, headID: checkpoint, ownHead: true, head: head, continues: continues}
+	if e.state != nil {
+		after.state, after.stateID = e.state, checkpoint
+	}
+	switch {
+	case e.next == agent.Done || e.next == agent.Fail:
+		status := "done"
+		if e.next == agent.Fail {
+			status = "failed"
+		}
+		_, _, err = tx.Exec(ctx, "UPDATE run SET status = ?, wake_us = NULL WHERE id = ?", status, c.run)
+		return nil, err
+	case e.next == agent.Continue && continues >= maxContinue:
+		return nil, pause(ctx, tx, c.run, head, c.step, fmt.Sprintf("%d steps in a row without input", continues))
+	case yield:
+		_, _, err = tx.Exec(ctx, "UPDATE run SET status = 'ready', wake_us = ? WHERE id = ?", tx.NowUS, c.run)
+		return nil, err
+	}
+	return take(ctx, tx, after, e.next)
+}
+
+// deliverLocal hands a command to a run of this node within the sender's step. What its run cannot take is a dead letter
+// of the receiver; the sender's step commits all the same.
+func deliverLocal(ctx context.Context, tx *sqlite.Tx, a arrival) error {
+	duplicate, err := enqueue(ctx, tx, a)
+	if err == nil || duplicate || !errors.Is(err, ErrConflict) {
+		return err
+	}
+	run, _, _, ferr := findRun(ctx, tx, a.tenant, a.run)
+	if ferr != nil {
+		return ferr
+	}
+	return insertInput(ctx, tx, run, a, err.Error())
+}
+
+// cancelCommands withdraws the run's own commands by the ids it gave them, where they are still pending here.
+func cancelCommands(ctx context.Context, tx *sqlite.Tx, c *claim, ids []string) error {
+	for _, id := range ids {
+		_, _, err := tx.Exec(ctx, `UPDATE inbox SET cancelled_branch = ?, cancelled_step = ?
+			WHERE command_id = ? AND created_branch IN (SELECT id FROM branch WHERE run = ?)
+			AND consumed_branch IS NULL AND cancelled_branch IS NULL AND ended_us IS NULL`, c.head.Branch, c.step, id, c.run)
+		if err != nil {
+			return fmt.Errorf("cancel command %s: %w", id, err)
+		}
+	}
+	return nil
+}
+
+// pause stops a run until a person decides, and says so on its topic.
+func pause(ctx context.Context, tx *sqlite.Tx, run int64, head outbox.Head, step int64, reason string) error {
+	paused := record.Record{Kind: record.Event, Type: record.TypeRunPaused, Data: appendReason(nil, reason), Occurred: tx.NowUS}
+	if _, err := appendTo(ctx, tx, head, step, []record.Record{paused}); err != nil {
+		return err
+	}
+	_, _, err := tx.Exec(ctx, "UPDATE run SET status = 'paused', wake_us = NULL, last_error = ?, updated_us = ? WHERE id = ?", reason, tx.NowUS, run)
+	return err
+}
+
+// verdict is what a failed attempt leads to.
+type verdict struct {
+	reason     string
+	status     string // waiting, paused, or dead: the input is set aside
+	wakeUS     int64  // waiting
+	countsAsOf int64  // attempts after this one; a busy agent's stay as they were
+}
+
+// failStep records a failed attempt. The step has not happened; the run waits, is paused, or goes on without the input.
+func failStep(ctx context.Context, tx *sqlite.Tx, c *claim, v verdict) error {
+	n, _, err := tx.Exec(ctx, `UPDATE run SET status = 'waiting', wake_us = ?, attempts = ?, last_error = ?, updated_us = ?
+		WHERE id = ? AND live = ? AND claim = ? AND status = 'running'`, v.wakeUS, v.countsAsOf, v.reason, tx.NowUS, c.run, c.head.Branch, c.no)
+	if err != nil {
+		return fmt.Errorf("record failed attempt: %w", err)
+	}
+	if n != 1 {
+		return errFenced
+	}
+	if c.input != nil {
+		var next any
+		if v.status == "waiting" {
+			next = v.wakeUS
+		}
+		_, _, err := tx.Exec(ctx, "UPDATE inbox SET attempts = ?, next_us = ?, last_error = ? WHERE id = ?", v.countsAsOf, next, v.reason, c.input.row)
+		if err != nil {
+			return fmt.Errorf("record failed attempt: %w", err)
+		}
+	}
+	switch {
+	case v.status == "waiting":
+		return nil
+	case v.status == "paused" || c.input == nil:
+		return pause(ctx, tx, c.run, c.head, c.step-1, v.reason)
+	}
+	if _, _, err := tx.Exec(ctx, "UPDATE inbox SET ended_us = ?, outcome = 'dead', reason = ? WHERE id = ?", tx.NowUS, v.reason, c.input.row); err != nil {
+		return fmt.Errorf("set input aside: %w", err)
+	}
+	_, _, err = tx.Exec(ctx, "UPDATE run SET status = 'ready', wake_us = ?, claim_step = NULL, claim_input = NULL, attempts = 0, last_error = NULL WHERE id = ?",
+		tx.NowUS, c.run)
+	return err
+}
+
+// giveBack puts a claimed step back untouched: the process stops.
+func giveBack(ctx context.Context, tx *sqlite.Tx, c *claim) error {
+	n, _, err := tx.Exec(ctx, `UPDATE run SET status = 'ready', wake_us = ?, updated_us = ?
+		WHERE id = ? AND live = ? AND claim = ? AND status = 'running'`, tx.NowUS, tx.NowUS, c.run, c.head.Branch, c.no)
+	if err == nil && n != 1 {
+		err = errFenced
+	}
+	return err
+}

@@ -1,0 +1,104 @@
+package sqlite
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"time"
+)
+
+const (
+	nodeAppID   = 0x50535452 // PSTR
+	nodeVersion = 1          // of schema.sql
+)
+
+// Node is the identity of a node's database.
+type Node struct {
+	Name     string // fixed for the life of the file
+	Epoch    int64
+	ClientID string // of the publishing relay
+}
+
+// NodeSchema is the kind of database that schema.sql, given as text, describes. node is the name that a new file gets.
+func NodeSchema(text, node string, path string) Schema {
+	return Schema{Name: "Postrider", AppID: nodeAppID, Version: nodeVersion, Text: text, Init: func(ctx context.Context, tx *Tx) error {
+		epoch, err := nextEpoch(path + ".epoch")
+		if err != nil {
+			return err
+		}
+		_, _, err = tx.Exec(ctx, "INSERT INTO meta (id, node, epoch, client_id, boot, clock_us, commit_seq) VALUES (1, ?, ?, ?, ?, ?, 0)",
+			node, epoch, "postrider-"+node+"-"+rand.Text()[:10], bootID(), tx.NowUS)
+		return err
+	}}
+}
+
+// ReadNode reads the identity of an open node database.
+func ReadNode(ctx context.Context, s *Store) (Node, error) {
+	var n Node
+	err := s.read.QueryRowContext(ctx, "SELECT node, epoch, client_id FROM meta WHERE id = 1").Scan(&n.Name, &n.Epoch, &n.ClientID)
+	if err != nil {
+		return Node{}, fmt.Errorf("read node of %s: %w", s.path, err)
+	}
+	return n, nil
+}
+
+// epochFile stands beside the database and outlives it, so that a later database of that name never reuses an epoch.
+type epochFile struct {
+	Epoch    int64  `json:"epoch"`
+	Instance string `json:"instance"` // random; kept nowhere else, so that a copied database is told from its original
+}
+
+// nextEpoch gives a new database its epoch: above the file's and above the seconds since 1970.
+func nextEpoch(path string) (int64, error) {
+	var last epochFile
+	b, err := os.ReadFile(path)
+	switch {
+	case errors.Is(err, os.ErrNotExist):
+	case err != nil:
+		return 0, fmt.Errorf("read epoch file: %w", err)
+	default:
+		if err := json.Unmarshal(b, &last); err != nil {
+			return 0, fmt.Errorf("read epoch file %s: %w", path, err)
+		}
+	}
+	next := epochFile{Epoch: max(last.Epoch, time.Now().Unix()) + 1, Instance: rand.Text()}
+	if b, err = json.Marshal(next); err != nil {
+		return 0, err
+	}
+	return next.Epoch, writeFile(path, append(b, '\n'))
+}
+
+// writeFile replaces path whole and durably, or not at all.
+func writeFile(path string, b []byte) (err error) {
+	f, err := os.CreateTemp(filepath.Dir(path), filepath.Base(path)+".*")
+	if err != nil {
+		return err
+	}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, os.Remove(f.Name()))
+		}
+	}()
+	_, err = f.Write(b)
+	if err == nil {
+		err = f.Sync()
+	}
+	if cerr := f.Close(); err == nil {
+		err = cerr
+	}
+	if err != nil {
+		return err
+	}
+	if err := os.Rename(f.Name(), path); err != nil {
+		return err
+	}
+	dir, err := os.Open(filepath.Dir(path))
+	if err != nil {
+		return err
+	}
+	return errors.Join(dir.Sync(), dir.Close())
+}

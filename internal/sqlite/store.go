@@ -1,0 +1,251 @@
+// Package sqlite opens Postrider's database files and owns their one writer. It is the only importer of the driver.
+//
+// All writes of a process go through one goroutine that takes what is waiting, runs each unit in its own savepoint,
+// commits once (synchronous=FULL) and only then answers each: nothing is answered that a power cut could undo. Readers
+// are read-only connections of bounded lifetime. Every schema opened here has the tables meta (id = 1, boot, clock_us,
+// commit_seq) and writer (id, commit_seq, at_us), which the writer sets in every transaction.
+//
+// While a file is open here, nothing else in the process may open it: closing any other descriptor would drop the POSIX
+// locks that SQLite holds.
+package sqlite
+
+import (
+	"context"
+	"database/sql"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/url"
+	"os"
+	"path/filepath"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"modernc.org/sqlite"
+	lib "modernc.org/sqlite/lib"
+)
+
+var (
+	// ErrNotFound: there is no such file, and the caller did not ask to make one.
+	ErrNotFound = errors.New("no such database")
+	// ErrForeign: the file is not a database of the wanted kind.
+	ErrForeign = errors.New("not such a database")
+	// ErrNewer: the file was written by a later version.
+	ErrNewer = errors.New("database of a newer version")
+	// ErrBusy: another process held the write lock for too long. Nothing was changed.
+	ErrBusy = errors.New("database is locked by another process")
+	// ErrClosed: the store was closed before the unit ran. Nothing was changed.
+	ErrClosed = errors.New("store is closed")
+	// ErrUnknown: the store was closed while the fate of a COMMIT was unknown. The unit may or may not be durable.
+	ErrUnknown = errors.New("commit failed and its fate is unknown")
+)
+
+// minVersion is the first SQLite without the WAL-reset bug.
+const minVersion = 3_051_003
+
+// Schema is one kind of database file.
+type Schema struct {
+	Name  string // for error messages
+	AppID int32  // PRAGMA application_id
+	Text  string // CREATE statements
+	// Version is PRAGMA user_version of Text.
+	Version int
+	// Init fills a new file in the transaction that makes it; nil: nothing to fill.
+	Init func(ctx context.Context, tx *Tx) error
+}
+
+// Options of Open; the zero value opens an existing file for reading and writing.
+type Options struct {
+	Create   bool // make the file when it is missing or empty
+	ReadOnly bool // no writer: Write fails, and the file is not changed
+	MaxGroup int  // units per commit; 0: 128
+	Logger   *slog.Logger
+	Metrics  prometheus.Registerer // nil: none
+	// BusyTimeout is how long a unit waits for another process's transaction; 0: 5 s.
+	BusyTimeout time.Duration
+	// BeforeStatement runs before each statement of a unit; its error becomes the statement's. Fault tests only.
+	BeforeStatement func(query string) error
+}
+
+// Store is one open database file.
+type Store struct {
+	path   string
+	read   *sql.DB
+	writer *writer // nil when read-only
+}
+
+// Open opens the file at path and refuses, untouched, what is not of the wanted kind: ErrNotFound, ErrForeign,
+// ErrNewer. Its first act is a commit, so that whatever a process killed inside its fsync left behind is durable before
+// anybody acts on it. Close ends the writer's goroutine.
+func Open(ctx context.Context, path string, schema Schema, o Options) (*Store, error) {
+	abs, err := filepath.Abs(path)
+	if err != nil {
+		return nil, fmt.Errorf("open %s: %w", path, err)
+	}
+	if o.MaxGroup == 0 {
+		o.MaxGroup = 128
+	}
+	if o.BusyTimeout == 0 {
+		o.BusyTimeout = 5 * time.Second
+	}
+	if o.Logger == nil {
+		o.Logger = slog.New(slog.DiscardHandler)
+	}
+	if n := sqliteVersion(); n < minVersion {
+		return nil, fmt.Errorf("open %s: SQLite %d has the WAL-reset bug; at least %d is needed", path, n, minVersion)
+	}
+	empty, err := probe(ctx, path, abs, schema)
+	if err != nil {
+		return nil, err
+	}
+	if empty {
+		if !o.Create || o.ReadOnly {
+			if _, err := os.Stat(abs); errors.Is(err, os.ErrNotExist) {
+				return nil, fmt.Errorf("%w: %s", ErrNotFound, path)
+			}
+			return nil, fmt.Errorf("%w: %s is empty, not a %s database", ErrForeign, path, schema.Name)
+		}
+		if err := create(ctx, abs, schema); err != nil {
+			return nil, fmt.Errorf("create %s: %w", path, err)
+		}
+	}
+	s := &Store{path: abs, read: openPool(dsn(abs, "ro", "&_query_only=on"), 8)}
+	s.read.SetConnMaxLifetime(time.Minute)
+	if o.ReadOnly {
+		return s, nil
+	}
+	if s.writer, err = newWriter(ctx, abs, o); err != nil {
+		return nil, errors.Join(fmt.Errorf("open %s: %w", path, err), s.read.Close())
+	}
+	go s.writer.loop()
+	if err := s.Write(ctx, s.writer.first); err != nil {
+		return nil, errors.Join(fmt.Errorf("open %s: %w", path, err), s.Close())
+	}
+	return s, nil
+}
+
+// Close lets the group in hand end, answers what still waits with ErrClosed, and closes the file.
+func (s *Store) Close() error {
+	var err error
+	if s.writer != nil {
+		err = s.writer.close()
+	}
+	return errors.Join(err, s.read.Close())
+}
+
+// Path is the file's absolute path.
+func (s *Store) Path() string { return s.path }
+
+// Reader is the pool of read-only connections. A query holds a snapshot until its rows are closed, and the WAL grows
+// meanwhile: read soon, under a context with a deadline.
+func (s *Store) Reader() *sql.DB { return s.read }
+
+// Barrier commits a changed row. Everything visible before is durable after it: a process killed inside its fsync
+// leaves rows that the next one can read and that are not on disk yet.
+func (s *Store) Barrier(ctx context.Context) error {
+	return s.Write(ctx, func(context.Context, *Tx) error { return nil })
+}
+
+// probe tells an empty or missing file from one of the wanted kind, through SQLite and read-only.
+func probe(ctx context.Context, path, abs string, schema Schema) (empty bool, err error) {
+	fi, err := os.Stat(abs)
+	switch {
+	case errors.Is(err, os.ErrNotExist):
+		if fi, err := os.Stat(filepath.Dir(abs)); err != nil || !fi.IsDir() {
+			return false, fmt.Errorf("%w: %s: there is no folder %s", ErrNotFound, path, filepath.Dir(abs))
+		}
+		return true, nil
+	case err != nil:
+		return false, fmt.Errorf("open %s: %w", path, err)
+	case !fi.Mode().IsRegular():
+		return false, fmt.Errorf("%w: %s is not a regular file", ErrForeign, path)
+	case fi.Size() == 0:
+		return true, nil
+	}
+	db := openPool(dsn(abs, "ro", "&_busy_timeout=5000&_query_only=on"), 1)
+	defer db.Close()
+	var id int32
+	var version, tables int
+	err = db.QueryRowContext(ctx, `SELECT (SELECT application_id FROM pragma_application_id), (SELECT user_version FROM pragma_user_version),
+		(SELECT count(*) FROM sqlite_master)`).Scan(&id, &version, &tables)
+	switch {
+	case code(err)&0xff == lib.SQLITE_NOTADB:
+		return false, fmt.Errorf("%w: %s is not a database", ErrForeign, path)
+	case err != nil:
+		return false, fmt.Errorf("open %s: %w", path, err)
+	case id == 0 && version == 0 && tables == 0:
+		return true, nil // a process died between making the file and filling it
+	case id != schema.AppID:
+		return false, fmt.Errorf("%w: %s is not a %s database", ErrForeign, path, schema.Name)
+	case version > schema.Version:
+		return false, fmt.Errorf("%w: %s has schema %d, this program knows up to %d", ErrNewer, path, version, schema.Version)
+	}
+	return false, nil
+}
+
+// create makes the file's content in one transaction; a second process that came first wins.
+func create(ctx context.Context, abs string, schema Schema) error {
+	db := openPool(dsn(abs, "rwc", "&_busy_timeout=5000&_auto_vacuum=INCREMENTAL&_journal_mode=WAL&_synchronous=FULL&_foreign_keys=on&_dqs=0"), 1)
+	defer db.Close()
+	conn, err := db.Conn(ctx)
+	if err != nil {
+		return err
+	}
+	defer conn.Close()
+	if _, err := conn.ExecContext(ctx, "BEGIN IMMEDIATE"); err != nil {
+		return err
+	}
+	err = func() error {
+		var tables int
+		if err := conn.QueryRowContext(ctx, "SELECT count(*) FROM sqlite_master").Scan(&tables); err != nil || tables > 0 {
+			return err
+		}
+		if _, err := conn.ExecContext(ctx, schema.Text); err != nil {
+			return err
+		}
+		if schema.Init != nil {
+			tx := &Tx{conn: conn, stmts: map[string]*sql.Stmt{}, NowUS: time.Now().UnixMicro()}
+			if err := schema.Init(ctx, tx); err != nil {
+				return err
+			}
+		}
+		_, err := conn.ExecContext(ctx, fmt.Sprintf("PRAGMA application_id = %d; PRAGMA user_version = %d", schema.AppID, schema.Version))
+		return err
+	}()
+	if err != nil {
+		_, rerr := conn.ExecContext(context.WithoutCancel(ctx), "ROLLBACK")
+		return errors.Join(err, rerr)
+	}
+	_, err = conn.ExecContext(ctx, "COMMIT")
+	return err
+}
+
+// dsn names the file as a URI: a plain path would make SQLite ignore mode.
+func dsn(abs, mode, params string) string {
+	u := url.URL{Scheme: "file", Path: abs}
+	return u.String() + "?mode=" + mode + params
+}
+
+func openPool(dsn string, n int) *sql.DB {
+	db, err := sql.Open("sqlite", dsn)
+	if err != nil {
+		panic(err) // only an unregistered driver
+	}
+	db.SetMaxOpenConns(n)
+	db.SetMaxIdleConns(n)
+	return db
+}
+
+// code is the driver's extended result code, or 0.
+func code(err error) int {
+	var e *sqlite.Error
+	if errors.As(err, &e) {
+		return e.Code()
+	}
+	return 0
+}
+
+// IsConstraint reports whether err is a violated UNIQUE, CHECK or PRIMARY KEY. Such an error ends with its statement.
+func IsConstraint(err error) bool { return code(err)&0xff == lib.SQLITE_CONSTRAINT }
+
+func sqliteVersion() int { return lib.SQLITE_VERSION_NUMBER }

@@ -1,0 +1,426 @@
+package relay
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"runtime/debug"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/oklog/run"
+
+	"postrider/internal/mqtt"
+	"postrider/internal/record"
+	"postrider/outbox"
+)
+
+const (
+	drainLimit = 512
+	firstBytes = 64 << 10 // the window in bytes at the start of a session; it grows with what is acknowledged
+	mostBytes  = 8 << 20
+	leastRate  = 16 << 10              // bytes per second that a link is granted before any was measured
+	flushAfter = 10 * time.Millisecond // acknowledgements wait this long for company
+)
+
+var errPanic = errors.New("panic")
+
+// ended is how a session ended.
+type ended struct {
+	err      error
+	fence    int64   // 0: none was taken
+	progress bool    // something was acknowledged
+	inFlight []int64 // branches with records published and not acknowledged
+}
+
+// flight is a record under way.
+type flight struct {
+	shipped  outbox.Shipped
+	size     int64
+	at       time.Time
+	delivery mqtt.Delivery
+}
+
+// session is one connection and what is under way on it. Two goroutines share it: publish hands records to the client,
+// settle waits for their PUBACKs in the same order and acknowledges the contiguous prefix.
+//
+//	outbox.Drain ─▶ publish ─▶ flights ─▶ settle ─▶ outbox.Ack
+//	                  ▲  window: records, bytes │
+//	                  └───────── room ◀─────────┘
+type session struct {
+	r       *Relay
+	conn    Conn
+	fence   int64
+	watch   *outbox.Watch
+	slots   chan struct{} // one place per record in flight
+	flights chan flight   // in the order of publishing
+	bytes   atomic.Int64  // in flight
+	window  atomic.Int64  // bytes that may be
+	room    chan struct{}
+	acked   atomic.Bool     // something was
+	left    map[int64]int64 // per branch, the highest LSN without a PUBACK at the end
+
+	mu      sync.Mutex
+	settled map[int64]int64 // per branch, LSN acknowledged in the outbox since publish last looked
+}
+
+// runSession takes the lease, connects and ships until something ends it.
+func (r *Relay) runSession(ctx context.Context) ended {
+	// The barrier: whatever Drain will see is durable after this commit.
+	fence, err := r.box.Lease(ctx, holder())
+	if err != nil {
+		return ended{err: err}
+	}
+	conn, err := r.dial(ctx)
+	if err != nil {
+		return ended{err: err, fence: fence}
+	}
+	defer conn.Close()
+	r.m.sessions.Inc()
+	r.m.connected.Set(1)
+	defer r.m.connected.Set(0)
+	watch, err := r.box.Watch(ctx)
+	if err != nil {
+		return ended{err: err, fence: fence}
+	}
+	defer watch.Close()
+	if err := r.box.Connected(ctx, fence); err != nil {
+		return ended{err: err, fence: fence}
+	}
+	r.log.Info("connected", "fence", fence)
+	s := &session{r: r, conn: conn, fence: fence, watch: watch, slots: make(chan struct{}, r.o.Window), flights: make(chan flight, r.o.Window),
+		room: make(chan struct{}, 1), left: map[int64]int64{}, settled: map[int64]int64{}}
+	s.window.Store(firstBytes)
+	return s.run(ctx)
+}
+
+// run ends when its first actor does: the publisher, the settler, the connection, or ctx.
+func (s *session) run(ctx context.Context) ended {
+	end := ended{fence: s.fence}
+	var g run.Group
+	{ // publisher
+		publishing, cancel := context.WithCancel(ctx)
+		g.Add(guard(func() error { defer close(s.flights); return s.publish(publishing) }), func(error) { cancel() })
+	}
+	{ // settler: stays for the grace period after the others, for what is in flight
+		stop := make(chan struct{})
+		g.Add(guard(func() error { return s.settle(context.WithoutCancel(ctx), stop) }), func(error) { close(stop) })
+	}
+	{ // connection
+		watching, cancel := context.WithCancel(ctx)
+		g.Add(func() error {
+			select {
+			case <-watching.Done():
+				return nil
+			case <-s.conn.Lost():
+			}
+			return s.conn.Err()
+		}, func(error) { cancel() })
+	}
+	end.err = g.Run()
+	if end.err == nil {
+		end.err = context.Cause(ctx)
+	}
+	end.progress = s.acked.Load()
+	for f := range s.flights { // closed by the publisher
+		s.unsettled(f)
+	}
+	for branch, lsn := range s.left {
+		s.r.sent[branch] = max(s.r.sent[branch], lsn)
+		end.inFlight = append(end.inFlight, branch)
+	}
+	return end
+}
+
+// unsettled notes a record whose PUBACK this session does not wait for any more. It is used by one goroutine at a time.
+func (s *session) unsettled(f flight) {
+	s.left[f.shipped.Branch] = max(s.left[f.shipped.Branch], f.shipped.LSN)
+}
+
+// guard turns an actor's panic into its error: it ends the session, not the process.
+func guard(actor func() error) func() error {
+	return func() (err error) {
+		defer func() {
+			if p := recover(); p != nil {
+				err = fmt.Errorf("%w: %v\n%s", errPanic, p, debug.Stack())
+			}
+		}()
+		return actor()
+	}
+}
+
+// publish hands pending records to the client, reading one batch ahead. When a rewind has passed, what was read and not
+// handed over is given back and read again.
+func (s *session) publish(ctx context.Context) error {
+	var cursor outbox.Cursor
+	ahead := make(chan drained, 1)
+	reading := false // one batch ahead; the cursor belongs to that goroutine then
+	fetch := func() {
+		s.forget(&cursor)
+		reading = true
+		go func() {
+			var d drained
+			d.err = guard(func() (err error) { d.items, err = s.r.box.Drain(ctx, "", &cursor, drainLimit); return err })()
+			ahead <- d
+		}()
+	}
+	wait := func() drained { reading = false; return <-ahead }
+	defer func() {
+		if reading {
+			wait()
+		}
+	}()
+	poll := time.NewTicker(s.r.o.Poll)
+	defer poll.Stop()
+	fetch()
+	for {
+		batch := wait()
+		if batch.err != nil {
+			return batch.err
+		}
+		if len(batch.items) == 0 {
+			select {
+			case <-ctx.Done():
+				return nil
+			case <-s.r.bell:
+			case <-poll.C:
+			}
+			fetch()
+			continue
+		}
+		fetch()
+		sent, err := s.send(ctx, batch.items)
+		if err != nil || ctx.Err() != nil {
+			return err
+		}
+		if sent < len(batch.items) {
+			following := wait()
+			cursor.Return(append(batch.items[sent:], following.items...))
+			fetch()
+		}
+	}
+}
+
+// drained is one answer of Drain.
+type drained struct {
+	items []outbox.Item
+	err   error
+}
+
+// send hands items to the client, each when the window has room, and says how many. It stops early at the end of ctx, and
+// before the first record that it would hand over after a rewind was committed: at most the one being handed over passes.
+func (s *session) send(ctx context.Context, items []outbox.Item) (sent int, err error) {
+	for i := range items {
+		it := &items[i]
+		var payload []byte
+		if it.Kind == record.Message {
+			payload = it.Data
+		} else {
+			payload = it.AppendCloudEvent(make([]byte, 0, len(it.Data)+768))
+		}
+		topic := s.r.topics.Of(&it.Record)
+		size := int64(len(payload) + len(topic))
+		select {
+		case s.slots <- struct{}{}:
+		case <-ctx.Done():
+			return i, nil
+		}
+		for s.bytes.Load() > 0 && s.bytes.Load()+size > s.window.Load() {
+			select {
+			case <-s.room:
+			case <-ctx.Done():
+				return i, nil
+			}
+		}
+		rewound, err := s.watch.Rewound(ctx)
+		if err != nil && ctx.Err() == nil {
+			return i, err
+		}
+		if rewound || ctx.Err() != nil {
+			<-s.slots
+			return i, nil
+		}
+		if last, again := s.r.sent[it.Branch]; again {
+			if it.LSN <= last {
+				s.r.m.redelivered.Inc()
+			}
+			if it.LSN >= last {
+				delete(s.r.sent, it.Branch)
+			}
+		}
+		s.bytes.Add(size)
+		f := flight{shipped: outbox.Shipped{Branch: it.Branch, LSN: it.LSN, Bytes: it.Bytes, Recorded: it.Recorded}, size: size, at: time.Now()}
+		f.delivery = s.conn.Publish(topic, it.Kind == record.Message && it.Retain, payload)
+		s.flights <- f // has as many places as there are slots
+		s.r.m.published.Inc()
+	}
+	return len(items), nil
+}
+
+// forget drops the cursor's positions that the shipped marks have reached.
+func (s *session) forget(cursor *outbox.Cursor) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for branch, lsn := range s.settled {
+		cursor.Settle(branch, lsn)
+	}
+	clear(s.settled)
+}
+
+// settle waits for the PUBACKs in the order of publishing and acknowledges the contiguous prefix, in batches: one is
+// flushed when it is full, and when its oldest acknowledgement has waited a while. It ends with the first record that has
+// no PUBACK; what was acknowledged before is flushed all the same.
+func (s *session) settle(ctx context.Context, stop <-chan struct{}) (err error) {
+	b := batch{s: s, marks: map[int64]outbox.Shipped{}}
+	defer func() { err = errors.Join(err, b.flush(ctx)) }()
+	flush := time.NewTicker(flushAfter)
+	defer flush.Stop()
+	pace := pace{last: time.Now(), rate: leastRate}
+	var grace <-chan time.Time
+	end := func() { // told to stop: what is in flight gets the grace period
+		stop = nil
+		grace = time.After(s.r.o.Grace)
+	}
+	for {
+		var f flight
+		var open bool
+		for f.delivery == nil {
+			select {
+			case f, open = <-s.flights:
+				if !open {
+					return nil
+				}
+			case <-flush.C:
+				if err := b.flush(ctx); err != nil {
+					return err
+				}
+			case <-stop:
+				end()
+			case <-grace:
+				return nil
+			}
+		}
+		for done := false; !done; {
+			select {
+			case <-f.delivery.Done():
+				done = true
+				continue
+			default:
+			}
+			select {
+			case <-f.delivery.Done():
+				done = true
+			case <-flush.C:
+				if err := b.flush(ctx); err != nil {
+					s.unsettled(f)
+					return err
+				}
+				if limit := pace.limit(s.bytes.Load(), s.r.o.AckTimeout); time.Since(later(pace.last, f.at)) > limit {
+					s.unsettled(f)
+					s.conn.Kill()
+					return fmt.Errorf("%w: no PUBACK for %s", mqtt.ErrTimeout, limit.Round(time.Millisecond))
+				}
+			case <-stop:
+				end()
+			case <-grace:
+				s.unsettled(f)
+				return nil
+			}
+		}
+		if err := f.delivery.Error(); err != nil {
+			s.unsettled(f)
+			return err
+		}
+		pace.acked(f.size)
+		s.bytes.Add(-f.size)
+		s.window.Store(min(s.window.Load()+f.size, mostBytes))
+		<-s.slots
+		select {
+		case s.room <- struct{}{}:
+		default:
+		}
+		if err := b.add(ctx, f.shipped); err != nil {
+			return err
+		}
+	}
+}
+
+// batch gathers acknowledgements for one transaction.
+type batch struct {
+	s     *session
+	marks map[int64]outbox.Shipped
+	n     int
+}
+
+func (b *batch) add(ctx context.Context, shipped outbox.Shipped) error {
+	b.marks[shipped.Branch] = shipped
+	b.n++
+	if b.n < b.s.r.o.AckBatch {
+		return nil
+	}
+	return b.flush(ctx)
+}
+
+func (b *batch) flush(ctx context.Context) error {
+	if b.n == 0 {
+		return nil
+	}
+	list := make([]outbox.Shipped, 0, len(b.marks))
+	for _, m := range b.marks {
+		list = append(list, m)
+	}
+	n := b.n
+	clear(b.marks)
+	b.n = 0
+	ctx, cancel := context.WithTimeout(ctx, 10*time.Second)
+	defer cancel()
+	if err := b.s.r.box.Ack(ctx, b.s.fence, list); err != nil {
+		for _, m := range list {
+			b.s.left[m.Branch] = max(b.s.left[m.Branch], m.LSN)
+		}
+		return err
+	}
+	b.s.acked.Store(true)
+	b.s.r.m.acked.Add(float64(n))
+	b.s.r.m.lastAck.SetToCurrentTime()
+	b.s.mu.Lock()
+	defer b.s.mu.Unlock()
+	for _, m := range list {
+		b.s.settled[m.Branch] = m.LSN
+	}
+	return nil
+}
+
+// pace measures how fast PUBACKs come, to tell a slow link from a silent broker.
+type pace struct {
+	last  time.Time // PUBACK
+	since time.Time // of the present sample
+	bytes int64     // in it
+	rate  float64   // bytes per second
+}
+
+func (p *pace) acked(n int64) {
+	now := time.Now()
+	if now.Sub(p.last) > time.Second {
+		p.since, p.bytes = now, 0 // idle time is not slowness
+	}
+	p.last = now
+	p.bytes += n
+	if d := now.Sub(p.since); d > 100*time.Millisecond {
+		p.rate = max(leastRate, 0.7*p.rate+0.3*float64(p.bytes)/d.Seconds())
+		p.since, p.bytes = now, 0
+	}
+}
+
+// limit is how long no PUBACK at all may come with that many bytes in flight.
+func (p *pace) limit(inFlight int64, least time.Duration) time.Duration {
+	return max(least, time.Duration(4*float64(inFlight)/p.rate*float64(time.Second)))
+}
+
+func later(a, b time.Time) time.Time {
+	if a.After(b) {
+		return a
+	}
+	return b
+}
