@@ -56,6 +56,7 @@ type Relay struct {
 	log      *slog.Logger
 	m        *metrics
 	bell     chan struct{}
+	patience time.Duration   // without any PUBACK; doubles with every session that ended for that and saw none
 	sent     map[int64]int64 // per branch, the highest LSN that ended sessions published and did not see acknowledged
 }
 
@@ -86,7 +87,7 @@ func New(box *outbox.Outbox, topics record.Topics, lockPath string, dial func(co
 		o.Logger = slog.New(slog.DiscardHandler)
 	}
 	return &Relay{box: box, topics: topics, lockPath: lockPath, dial: dial, o: o, log: o.Logger.With("component", "relay"),
-		m: newMetrics(o.Metrics), bell: make(chan struct{}, 1), sent: map[int64]int64{}}
+		m: newMetrics(o.Metrics), bell: make(chan struct{}, 1), patience: o.AckTimeout, sent: map[int64]int64{}}
 }
 
 // Notify has the relay look at the outbox now. It does no I/O, never blocks, and may be lost: the poll alone suffices.
@@ -125,6 +126,13 @@ func (r *Relay) Run(ctx context.Context) error {
 		}
 		pause := backoff(r.o.BackoffMin, r.o.BackoffMax, failures)
 		reason := reasonOf(end.err)
+		switch {
+		case end.progress:
+			r.patience = r.o.AckTimeout
+		case reason == "timeout":
+			// Perhaps no silent broker but a link on which one large record takes this long.
+			r.patience = min(2*r.patience, 2*time.Minute)
+		}
 		r.m.restarts.WithLabelValues(reason).Inc()
 		if said.due(reason) {
 			r.log.Warn("session ended; records wait in the outbox", "reason", reason, "err", end.err, "next_in", pause.Round(time.Millisecond))

@@ -20,7 +20,6 @@ const (
 	drainLimit = 512
 	firstBytes = 64 << 10 // the window in bytes at the start of a session; it grows with what is acknowledged
 	mostBytes  = 8 << 20
-	leastRate  = 16 << 10              // bytes per second that a link is granted before any was measured
 	flushAfter = 10 * time.Millisecond // acknowledgements wait this long for company
 )
 
@@ -276,7 +275,7 @@ func (s *session) settle(ctx context.Context, stop <-chan struct{}) (err error) 
 	defer func() { err = errors.Join(err, b.flush(ctx)) }()
 	flush := time.NewTicker(flushAfter)
 	defer flush.Stop()
-	pace := pace{last: time.Now(), rate: leastRate}
+	pace := pace{last: time.Now()}
 	var grace <-chan time.Time
 	end := func() { // told to stop: what is in flight gets the grace period
 		stop = nil
@@ -316,7 +315,7 @@ func (s *session) settle(ctx context.Context, stop <-chan struct{}) (err error) 
 					s.unsettled(f)
 					return err
 				}
-				if limit := pace.limit(s.bytes.Load(), s.r.o.AckTimeout); time.Since(later(pace.last, f.at)) > limit {
+				if limit := pace.limit(s.bytes.Load(), s.r.patience); time.Since(later(pace.last, f.at)) > limit {
 					s.unsettled(f)
 					s.conn.Kill()
 					return fmt.Errorf("%w: no PUBACK for %s", mqtt.ErrTimeout, limit.Round(time.Millisecond))
@@ -333,6 +332,9 @@ func (s *session) settle(ctx context.Context, stop <-chan struct{}) (err error) 
 			return err
 		}
 		pace.acked(f.size)
+		if len(s.flights) == 0 {
+			pace.since = time.Time{} // idle time is not slowness
+		}
 		s.bytes.Add(-f.size)
 		s.window.Store(min(s.window.Load()+f.size, mostBytes))
 		<-s.slots
@@ -397,24 +399,32 @@ type pace struct {
 	last  time.Time // PUBACK
 	since time.Time // of the present sample
 	bytes int64     // in it
-	rate  float64   // bytes per second
+	rate  float64   // bytes per second; 0: not measured yet
 }
 
 func (p *pace) acked(n int64) {
 	now := time.Now()
-	if now.Sub(p.last) > time.Second {
-		p.since, p.bytes = now, 0 // idle time is not slowness
-	}
 	p.last = now
+	if p.since.IsZero() {
+		p.since = now
+		return
+	}
 	p.bytes += n
 	if d := now.Sub(p.since); d > 100*time.Millisecond {
-		p.rate = max(leastRate, 0.7*p.rate+0.3*float64(p.bytes)/d.Seconds())
+		sample := float64(p.bytes) / d.Seconds()
+		if p.rate == 0 {
+			p.rate = sample
+		}
+		p.rate = 0.7*p.rate + 0.3*sample
 		p.since, p.bytes = now, 0
 	}
 }
 
 // limit is how long no PUBACK at all may come with that many bytes in flight.
 func (p *pace) limit(inFlight int64, least time.Duration) time.Duration {
+	if p.rate == 0 {
+		return least
+	}
 	return max(least, time.Duration(4*float64(inFlight)/p.rate*float64(time.Second)))
 }
 
