@@ -1,0 +1,195 @@
+package mqtt_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"testing"
+	"time"
+
+	"postrider/internal/mqtt"
+	"postrider/internal/mqtttest"
+)
+
+func TestKeptSessionGetsWhatArrivedWhileOffline(t *testing.T) {
+	b := startBroker(t)
+	s := subscribe(t, mqtt.Options{Broker: b.URL()}, mqtt.Subscription{})
+	if s.SessionPresent() {
+		t.Fatal("a session before the first connection")
+	}
+	s.Close()
+	publishAll(t, dial(t, mqtt.Options{Broker: b.URL()}), "t/1", 0, 3000) // more than a buffer
+	s = subscribe(t, mqtt.Options{Broker: b.URL()}, mqtt.Subscription{})
+	if !s.SessionPresent() {
+		t.Fatal("the session was not kept")
+	}
+	for n := range 3000 {
+		m := receive(t, s)
+		if string(m.Payload) != fmt.Sprint(n) || m.Topic != "t/1" || m.Retained {
+			t.Fatalf("got %q, want %d", m.Payload, n)
+		}
+		m.Ack()
+	}
+}
+
+func TestUnacknowledgedMessagesComeAgain(t *testing.T) {
+	b := startBroker(t)
+	p := mqtttest.NewProxy(t, b.Addr())
+	s := subscribe(t, mqtt.Options{Broker: p.URL(), KeepAlive: 20 * time.Millisecond}, mqtt.Subscription{})
+	c := dial(t, mqtt.Options{Broker: b.URL()})
+	publishAll(t, c, "t/1", 0, 10)
+	for n := range 10 {
+		if m := receive(t, s); n < 4 {
+			m.Ack()
+			m.Ack() // is one PUBACK
+		}
+	}
+	p.Await("4 PUBACKs", func(n mqtttest.Counts) bool { return n.ClientPubacks == 4 })
+	pings := p.Counts().Pings
+	p.Await("the broker has read them", func(n mqtttest.Counts) bool { return n.Pongs > pings })
+	p.Cut()
+	awaitLost(t, s.Lost(), 5*time.Second)
+	wantErr(t, s.Err(), mqtt.ErrPeerClosed)
+
+	s = subscribe(t, mqtt.Options{Broker: p.URL()}, mqtt.Subscription{Resume: true})
+	for n := 4; n < 10; n++ {
+		m := receive(t, s)
+		if string(m.Payload) != fmt.Sprint(n) || !m.Duplicate {
+			t.Fatalf("got %q (duplicate %v), want %d again", m.Payload, m.Duplicate, n)
+		}
+		m.Ack()
+	}
+	if n := p.Counts().Subscribes; n != 1 {
+		t.Fatalf("%d SUBSCRIBEs, Resume should have avoided the second", n)
+	}
+	publishAll(t, c, "t/1", 10, 11)
+	if m := receive(t, s); string(m.Payload) != "10" || m.Duplicate {
+		t.Fatalf("got %q, want 10 for the first time", m.Payload)
+	}
+	if n := p.Counts().ClientPubacks; n > 10 {
+		t.Fatalf("%d PUBACKs for 10 messages", n)
+	}
+}
+
+func TestAcknowledgementsAreSentBeforeClose(t *testing.T) {
+	b := startBroker(t)
+	p := mqtttest.NewProxy(t, b.Addr())
+	s := subscribe(t, mqtt.Options{Broker: p.URL()}, mqtt.Subscription{})
+	publishAll(t, dial(t, mqtt.Options{Broker: b.URL()}), "t/1", 0, 200)
+	for range 200 {
+		m := receive(t, s)
+		m.Ack()
+	}
+	s.Close()
+	p.Await("200 PUBACKs, then a DISCONNECT", func(n mqtttest.Counts) bool { return n.ClientPubacks == 200 && n.Disconnects == 1 })
+}
+
+func TestSubscribesAgainOnlyWhenTheSessionIsGoneOrMayHaveChanged(t *testing.T) {
+	b := startBroker(t)
+	p := mqtttest.NewProxy(t, b.Addr())
+	subscribed := func(sub mqtt.Subscription) bool {
+		before := p.Counts().Subscribes
+		subscribe(t, mqtt.Options{Broker: p.URL()}, sub).Close()
+		return p.Counts().Subscribes > before
+	}
+	if !subscribed(mqtt.Subscription{Resume: true}) {
+		t.Error("no SUBSCRIBE although there was no session")
+	}
+	if subscribed(mqtt.Subscription{Resume: true}) {
+		t.Error("SUBSCRIBE although the session was kept")
+	}
+	if !subscribed(mqtt.Subscription{Filters: []string{"t/#", "new/#"}}) {
+		t.Error("no SUBSCRIBE although the filters may have changed")
+	}
+	s := subscribe(t, mqtt.Options{Broker: p.URL()}, mqtt.Subscription{Resume: true})
+	publishAll(t, dial(t, mqtt.Options{Broker: b.URL()}), "new/1", 0, 1)
+	receive(t, s)
+}
+
+func TestRefusedSubscriptionIsAnError(t *testing.T) {
+	f := mqtttest.NewFake(t)
+	for _, code := range []byte{0x80, 0} {
+		f.Suback(code)
+		_, err := mqtt.Subscribe(context.Background(), mqtt.Options{Broker: f.URL(), ClientID: "s"}, mqtt.Subscription{Filters: []string{"a/#", "b/#"}})
+		var refused *mqtt.SubscribeError
+		if !errors.As(err, &refused) || refused.Code != code {
+			t.Errorf("SUBACK code 0x%02x: %v", code, err)
+		}
+	}
+}
+
+// What was queued comes before the SUBACK. If it is more than the buffer holds, nobody could take it before Subscribe has
+// returned, and Subscribe would wait for a SUBACK behind it.
+func TestSubscribeReturnsWhenTheBacklogFillsTheBuffer(t *testing.T) {
+	b := startBroker(t)
+	subscribe(t, mqtt.Options{Broker: b.URL()}, mqtt.Subscription{}).Close()
+	publishAll(t, dial(t, mqtt.Options{Broker: b.URL()}), "t/1", 0, 500)
+	began := time.Now()
+	s := subscribe(t, mqtt.Options{Broker: b.URL(), ConnectTimeout: 10 * time.Second}, mqtt.Subscription{Buffer: 4})
+	if took := time.Since(began); took > 5*time.Second {
+		t.Fatalf("took %s", took)
+	}
+	for n := range 500 {
+		m := receive(t, s)
+		if string(m.Payload) != fmt.Sprint(n) {
+			t.Fatalf("got %q, want %d", m.Payload, n)
+		}
+		m.Ack()
+	}
+}
+
+func TestCloseDoesNotHangWhenTheConsumerHasStopped(t *testing.T) {
+	for what, end := range map[string]func(*mqtt.Subscriber){"Close": (*mqtt.Subscriber).Close, "Kill": (*mqtt.Subscriber).Kill} {
+		t.Run(what, func(t *testing.T) {
+			b := startBroker(t)
+			s := subscribe(t, mqtt.Options{Broker: b.URL()}, mqtt.Subscription{Buffer: 1})
+			publishAll(t, dial(t, mqtt.Options{Broker: b.URL()}), "t/1", 0, 5000)
+			m := receive(t, s)
+			began := time.Now()
+			end(s)
+			if took := time.Since(began); took > 1500*time.Millisecond {
+				t.Fatalf("took %s", took)
+			}
+			m.Ack() // too late, and harmless
+		})
+	}
+}
+
+func TestSlowConsumerKeepsItsConnection(t *testing.T) {
+	b := startBroker(t)
+	p := mqtttest.NewProxy(t, b.Addr())
+	s := subscribe(t, mqtt.Options{Broker: p.URL(), KeepAlive: 100 * time.Millisecond, PingTimeout: 50 * time.Millisecond}, mqtt.Subscription{Buffer: 1})
+	publishAll(t, dial(t, mqtt.Options{Broker: b.URL()}), "t/1", 0, 3000) // far more than buffers hold
+	from := p.Counts().Pings
+	p.Await("10 pings while the consumer takes nothing", func(n mqtttest.Counts) bool { return n.Pings >= from+10 })
+	for n := range 3000 {
+		if m := receive(t, s); string(m.Payload) != fmt.Sprint(n) {
+			t.Fatalf("got %q, want %d", m.Payload, n)
+		}
+	}
+}
+
+func TestSubscriberNoticesALostBroker(t *testing.T) {
+	b := startBroker(t)
+	s := subscribe(t, mqtt.Options{Broker: b.URL()}, mqtt.Subscription{})
+	b.Down()
+	awaitLost(t, s.Lost(), 5*time.Second)
+	wantErr(t, s.Err(), mqtt.ErrPeerClosed)
+	if err := b.Up(); err != nil {
+		t.Fatal(err)
+	}
+	if s = subscribe(t, mqtt.Options{Broker: b.URL()}, mqtt.Subscription{}); !s.SessionPresent() {
+		t.Fatal("the session was not kept")
+	}
+}
+
+func TestRetainedMessagesAreMarked(t *testing.T) {
+	b := startBroker(t)
+	if err := outcome(t, dial(t, mqtt.Options{Broker: b.URL()}).Publish("t/state", true, []byte("on"))); err != nil {
+		t.Fatal(err)
+	}
+	s := subscribe(t, mqtt.Options{Broker: b.URL()}, mqtt.Subscription{})
+	if m := receive(t, s); !m.Retained || string(m.Payload) != "on" {
+		t.Fatalf("got %q, retained %v", m.Payload, m.Retained)
+	}
+}
