@@ -1,6 +1,7 @@
 package executor
 
 import (
+	"bytes"
 	"encoding/json"
 	"fmt"
 	"strconv"
@@ -39,7 +40,7 @@ type limits struct {
 // plan checks everything a step asked for, before its transaction, and names the field that is wrong. occurred is when
 // the agent answered, in microseconds.
 func (l limits) plan(c *claim, e agent.Effects, occurred int64) (*effects, error) {
-	p := &effects{state: e.State, next: e.Next, cancel: e.Cancel}
+	p := &effects{state: bytes.Clone(e.State), next: e.Next, cancel: e.Cancel}
 	switch p.next {
 	case "":
 		p.next = agent.Wait
@@ -54,6 +55,9 @@ func (l limits) plan(c *claim, e agent.Effects, occurred int64) (*effects, error
 	}
 	if n := len(e.Events) + len(e.Commands) + len(e.Messages); n > maxRecords {
 		return nil, fmt.Errorf("effects: %d records; at most %d a step are allowed", n, maxRecords)
+	}
+	if n := len(e.Cancel); n > maxRecords {
+		return nil, fmt.Errorf("cancel: has %d ids; at most %d a step are allowed", n, maxRecords)
 	}
 	stamp := record.Record{Occurred: occurred}
 	if c.input != nil {
@@ -81,6 +85,9 @@ func (l limits) plan(c *claim, e agent.Effects, occurred int64) (*effects, error
 		if err := l.topics.CheckTopic(m.Topic); err != nil {
 			return nil, fmt.Errorf("messages[%d].topic: %w", i, err)
 		}
+		if m.ExpiresIn < 0 {
+			return nil, fmt.Errorf("messages[%d].expires_in: %s is negative", i, m.ExpiresIn)
+		}
 		if len(m.Payload) > l.maxRecord {
 			return nil, fmt.Errorf("messages[%d]: payload has %d bytes; at most %d are allowed", i, len(m.Payload), l.maxRecord)
 		}
@@ -98,6 +105,9 @@ func (l limits) plan(c *claim, e agent.Effects, occurred int64) (*effects, error
 	total := 0
 	for i := range p.records {
 		total += len(p.records[i].Data)
+	}
+	for i := range p.local {
+		total += len(p.local[i].data)
 	}
 	if total > maxBytes {
 		return nil, fmt.Errorf("effects: records hold %d bytes; at most %d a step are allowed", total, maxBytes)
@@ -170,6 +180,9 @@ func (l limits) command(c *claim, p *effects, stamp record.Record, i int, cmd ag
 	due, err := dueTime(stamp.Occurred, cmd.In, cmd.At)
 	if err != nil {
 		return err
+	}
+	if cmd.ExpiresIn < 0 {
+		return fmt.Errorf("expires_in: %s is negative", cmd.ExpiresIn)
 	}
 	hops := int64(0)
 	if c.input != nil {

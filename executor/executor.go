@@ -5,10 +5,12 @@
 package executor
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"math/rand/v2"
 	"runtime/debug"
 	"sync"
@@ -58,7 +60,7 @@ type Executor struct {
 
 // worker is a run in hand.
 type worker struct {
-	branch atomic.Int64 // live branch that its step belongs to; 0: none in hand
+	branch atomic.Int64 // that its steps belong to, always one; 0: no claim yet
 	cancel context.CancelCauseFunc
 }
 
@@ -125,6 +127,7 @@ func (e *Executor) Run(ctx context.Context) error {
 	defer cancel(errStopped)
 	var wg sync.WaitGroup
 	defer func() {
+		e.hungry.Store(true) // those in hand let go after their step
 		t := time.AfterFunc(e.o.Grace, func() { cancel(errStopped) })
 		defer t.Stop()
 		wg.Wait()
@@ -136,6 +139,7 @@ func (e *Executor) Run(ctx context.Context) error {
 	defer watch.Close()
 	timer := time.NewTimer(0)
 	defer timer.Stop()
+	fence := false
 	for {
 		select {
 		case <-ctx.Done():
@@ -144,14 +148,13 @@ func (e *Executor) Run(ctx context.Context) error {
 		case <-e.bell:
 		}
 		rewound, err := watch.Rewound(ctx)
-		if err == nil && rewound {
-			err = e.fence(ctx)
+		if fence = fence || rewound; fence {
+			var ferr error
+			fence, ferr = e.fence(ctx)
+			err = errors.Join(err, ferr)
 		}
-		pause := e.o.Poll
-		if err == nil {
-			pause, err = e.schedule(ctx, steps, &wg)
-		}
-		if err != nil && ctx.Err() == nil {
+		pause, serr := e.schedule(ctx, steps, &wg)
+		if err = errors.Join(err, serr); err != nil && ctx.Err() == nil {
 			e.log.Error("ready runs cannot be read", "err", err)
 		}
 		timer.Reset(pause)
@@ -178,12 +181,13 @@ func (e *Executor) recover(ctx context.Context) error {
 	})
 }
 
+const readyQuery = "SELECT id, wake_us FROM run WHERE status IN ('ready', 'waiting') ORDER BY wake_us, id LIMIT ?"
+
 // schedule starts a worker for each ready run while there is room, and says when to look again.
 func (e *Executor) schedule(ctx, steps context.Context, wg *sync.WaitGroup) (time.Duration, error) {
 	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
 	defer cancel()
-	rows, err := e.store.Reader().QueryContext(ctx, `SELECT id, wake_us FROM run WHERE status IN ('ready', 'waiting') ORDER BY wake_us, id LIMIT ?`,
-		2*e.o.Workers+1)
+	rows, err := e.store.Reader().QueryContext(ctx, readyQuery, 2*e.o.Workers+1)
 	if err != nil {
 		return e.o.Poll, err
 	}
@@ -199,8 +203,8 @@ func (e *Executor) schedule(ctx, steps context.Context, wg *sync.WaitGroup) (tim
 			pause = min(pause, d)
 			break
 		}
-		if !e.start(steps, id, wg) {
-			hungry = true
+		if hungry = !e.start(steps, id, wg); hungry {
+			break
 		}
 	}
 	e.hungry.Store(hungry)
@@ -208,28 +212,26 @@ func (e *Executor) schedule(ctx, steps context.Context, wg *sync.WaitGroup) (tim
 }
 
 // fence cancels the steps in hand whose branch a rewind, by any process, has abandoned. Their commits would change
-// nothing anyway; their agents need not go on.
-func (e *Executor) fence(ctx context.Context) error {
+// nothing anyway; their agents need not go on. again asks for another look: a claim was on its way.
+func (e *Executor) fence(ctx context.Context) (again bool, err error) {
 	e.mu.Lock()
-	inHand := make(map[int64]*worker, len(e.active))
-	for run, w := range e.active {
-		inHand[run] = w
-	}
+	inHand := maps.Clone(e.active)
 	e.mu.Unlock()
 	for run, w := range inHand {
 		branch := w.branch.Load()
 		if branch == 0 {
+			again = true
 			continue
 		}
 		var live int64
 		if err := e.store.Reader().QueryRowContext(ctx, "SELECT live FROM run WHERE id = ?", run).Scan(&live); err != nil {
-			return fmt.Errorf("look for rewinds: %w", err)
+			return true, fmt.Errorf("look for rewinds: %w", err)
 		}
-		if live != branch && w.branch.Load() == branch {
+		if live != branch {
 			w.cancel(errRewound)
 		}
 	}
-	return nil
+	return again, nil
 }
 
 // start gives a run to a new worker; false when there is no room. A run in hand is left there.
@@ -260,7 +262,6 @@ func (e *Executor) hosted(name string) bool { return e.agents[name] != nil }
 
 // work decides and commits steps of one run until it rests, waits, ends or is fenced.
 func (e *Executor) work(ctx context.Context, run int64, w *worker) {
-	log := e.log
 	var c *claim
 	err := e.store.Write(ctx, func(ctx context.Context, tx *sqlite.Tx) (err error) {
 		c, err = claimStep(ctx, tx, run, e.hosted)
@@ -272,32 +273,41 @@ func (e *Executor) work(ctx context.Context, run int64, w *worker) {
 	}
 	switch {
 	case err == nil, errors.Is(err, sqlite.ErrClosed), errors.Is(err, errStopped):
+		return
 	case errors.Is(err, errFenced):
-		log.Info("late step changed nothing", "run_id", run)
+		e.log.Info("late step changed nothing", "run_id", run)
 	default:
 		// The run stays as the database has it: in hand, and no worker. A pause keeps a broken disk from being hammered.
-		log.Error("step could not be stored", "run_id", run, "err", err)
-		e.retryLater(ctx, run)
+		e.log.Error("step could not be stored", "run_id", run, "err", err)
+		if !sleep(ctx, 200*time.Millisecond) {
+			return
+		}
 	}
+	e.release(ctx, run)
 }
 
-// retryLater returns a run to the queue after the store refused its step, trying until the store takes it.
-func (e *Executor) retryLater(ctx context.Context, run int64) {
+// release returns a run to the queue whose claim has no worker any more, trying until the store takes it.
+func (e *Executor) release(ctx context.Context, run int64) {
 	for pause := 200 * time.Millisecond; ; pause = min(2*pause, 5*time.Second) {
-		t := time.NewTimer(pause)
-		select {
-		case <-ctx.Done():
-			t.Stop()
-			return // the next process finds it in hand
-		case <-t.C:
-		}
-		err := e.store.Write(ctx, func(ctx context.Context, tx *sqlite.Tx) error {
+		err := e.store.Write(context.WithoutCancel(ctx), func(ctx context.Context, tx *sqlite.Tx) error {
 			_, _, err := tx.Exec(ctx, "UPDATE run SET status = 'ready', wake_us = ?, updated_us = ? WHERE id = ? AND status = 'running'", tx.NowUS, tx.NowUS, run)
 			return err
 		})
-		if err == nil {
-			return
+		if err == nil || errors.Is(err, sqlite.ErrClosed) || !sleep(ctx, pause) {
+			return // at worst the next process finds it in hand
 		}
+	}
+}
+
+// sleep is false when ctx ended first.
+func sleep(ctx context.Context, d time.Duration) bool {
+	t := time.NewTimer(d)
+	defer t.Stop()
+	select {
+	case <-ctx.Done():
+		return false
+	case <-t.C:
+		return true
 	}
 }
 
@@ -323,16 +333,16 @@ func (e *Executor) step(ctx context.Context, c *claim) (*claim, error) {
 			next, err = commitStep(tctx, tx, c, plan, e.hungry.Load() || ctx.Err() != nil, e.o.MaxContinue)
 			return err
 		})
-		if err == nil && len(plan.records) > 0 {
+		if err == nil && len(plan.records)+len(plan.local) > 0 { // a command may start a run, and that is a record
 			e.o.Notify()
 		}
 		if err == nil && len(plan.local) > 0 {
 			e.Wake()
 		}
-	case context.Cause(ctx) == errStopped:
+	case errors.Is(context.Cause(ctx), errStopped):
 		outcome = "stopped"
 		err = e.store.Write(commit, func(ctx context.Context, tx *sqlite.Tx) error { return giveBack(ctx, tx, c) })
-	case context.Cause(ctx) == errRewound:
+	case errors.Is(context.Cause(ctx), errRewound):
 		err = errFenced
 	default:
 		v := e.judge(c, aerr)
@@ -366,7 +376,7 @@ func (e *Executor) ask(ctx context.Context, c *claim, now time.Time) (_ agent.Ef
 		}
 	}()
 	s := agent.Step{Tenant: c.tenant, Run: c.name, Branch: c.branch, Agent: c.agent, Number: c.step, Attempt: c.attempt,
-		Now: now.UTC(), Deadline: deadline.UTC(), State: c.state, LastError: c.lastError}
+		Now: now.UTC(), Deadline: deadline.UTC(), State: bytes.Clone(c.state), LastError: c.lastError}
 	if c.input != nil {
 		in := c.input.Input
 		in.At = time.UnixMicro(c.input.atUS).UTC()
@@ -410,8 +420,8 @@ func (e *Executor) judge(c *claim, aerr error) verdict {
 // backoff doubles from least with the attempt (from 1) up to most, with full jitter.
 func backoff(least, most time.Duration, attempt int64) time.Duration {
 	d := most
-	if attempt < 32 && least<<(attempt-1) < most && least<<(attempt-1) > 0 {
-		d = least << (attempt - 1)
+	if n := attempt - 1; least <= most>>n { // so least<<n does not overflow
+		d = least << n
 	}
 	return rand.N(d) + 1
 }

@@ -5,6 +5,7 @@ import (
 	"database/sql"
 	"errors"
 	"fmt"
+	"slices"
 
 	"postrider/internal/agent"
 	"postrider/internal/record"
@@ -28,11 +29,12 @@ type Rewound struct {
 
 // stretch is the part of one branch that belongs to a lineage: steps (from, to].
 type stretch struct {
-	branch, parent   int64
-	ulid             string
-	from, to         int64 // step; the root's includes step 0
-	forkLSN          int64
-	headLSN, shipped int64
+	branch, parent int64
+	ulid           string
+	from, to       int64 // step; the root's includes step 0
+	forkLSN        int64
+	exportable     int64
+	shipped        int64
 }
 
 // Rewind opens a new live branch of a run at step to of its live lineage, in one transaction: the step in progress is
@@ -100,10 +102,10 @@ func rewind(ctx context.Context, tx *sqlite.Tx, tenant, name string, to int64, r
 		if err != nil {
 			return Rewound{}, fmt.Errorf("withhold records: %w", err)
 		}
-		out.Shipped += max(0, s.shipped-keep)
-		out.Withheld += s.headLSN - max(s.shipped, keep)
+		out.Shipped += max(0, min(s.shipped, s.exportable)-keep)
+		out.Withheld += max(0, s.exportable-max(s.shipped, keep))
 	}
-	if out.Restored, out.Removed, err = rewindInbox(ctx, tx, lineage, at, to); err != nil {
+	if out.Restored, out.Removed, err = rewindInbox(ctx, tx, run, lineage, at, to); err != nil {
 		return Rewound{}, err
 	}
 
@@ -152,8 +154,8 @@ func liveLineage(ctx context.Context, tx *sqlite.Tx, run int64) ([]stretch, erro
 	for next != 0 {
 		var s stretch
 		var forkStep, headStep int64
-		err := tx.Get(ctx, "SELECT id, ulid, COALESCE(parent, 0), fork_step, fork_lsn, head_step, head_lsn, shipped FROM branch WHERE id = ?", []any{next},
-			&s.branch, &s.ulid, &s.parent, &forkStep, &s.forkLSN, &headStep, &s.headLSN, &s.shipped)
+		err := tx.Get(ctx, "SELECT id, ulid, COALESCE(parent, 0), fork_step, fork_lsn, head_step, exportable, shipped FROM branch WHERE id = ?", []any{next},
+			&s.branch, &s.ulid, &s.parent, &forkStep, &s.forkLSN, &headStep, &s.exportable, &s.shipped)
 		if err != nil {
 			return nil, fmt.Errorf("read branch %d: %w", next, err)
 		}
@@ -168,41 +170,35 @@ func liveLineage(ctx context.Context, tx *sqlite.Tx, run int64) ([]stretch, erro
 }
 
 // rewindInbox puts back what the abandoned steps, those after step to in lineage[:at+1], took from the inbox or put into
-// it. A step counts as creator or consumer only while it is on the live lineage.
-func rewindInbox(ctx context.Context, tx *sqlite.Tx, lineage []stretch, at int, to int64) (restored, removed int64, err error) {
-	kept := func(branch, step int64) bool {
-		for _, s := range lineage[at:] {
-			if s.branch == branch {
-				return step <= min(s.to, to)
-			}
-		}
-		return false
-	}
-	abandoned := func(branch, step int64) bool {
-		for _, s := range lineage[:at+1] {
-			if s.branch == branch {
-				return step > to
-			}
-		}
-		return false
-	}
+// it. A step counts as creator or consumer only while it is on its run's live lineage.
+func rewindInbox(ctx context.Context, tx *sqlite.Tx, run int64, lineage []stretch, at int, to int64) (restored, removed int64, err error) {
 	for _, s := range lineage[:at+1] {
-		// Created by them: the id may be used again; the row goes too, unless somebody consumed it.
-		created, err := trace(ctx, tx, `SELECT id, COALESCE(consumed_branch, 0), COALESCE(consumed_step, 0) FROM inbox
-			WHERE created_branch = ? AND created_step > ? ORDER BY id`, s.branch, max(s.from, to))
+		// Created by them: never existed, unless a step that stands consumed it.
+		created, err := trace(ctx, tx, `SELECT id, run, due_us, COALESCE(consumed_branch, 0), COALESCE(consumed_step, 0) FROM inbox
+			WHERE created_branch = ? AND created_step > ? ORDER BY created_step, id`, s.branch, max(s.from, to))
 		if err != nil {
 			return 0, 0, err
 		}
 		for _, in := range created {
-			if in.branch != 0 && !abandoned(in.branch, in.step) {
-				continue // a step that stands consumed it
+			if in.branch != 0 && in.run != run {
+				stands, err := onLiveLineage(ctx, tx, in.run, in.branch, in.step)
+				if err != nil {
+					return 0, 0, err
+				}
+				if stands {
+					continue
+				}
 			}
-			_, _, err := tx.Exec(ctx, `DELETE FROM seen WHERE (tenant, run_name, input_id) = (SELECT tenant, run_name, input_id FROM inbox WHERE id = ?)`, in.id)
-			if err != nil {
-				return 0, 0, fmt.Errorf("forget input of an abandoned step: %w", err)
+			if err := forget(ctx, tx, in.id); err != nil {
+				return 0, 0, err
 			}
 			if in.branch != 0 {
 				continue // kept as what an abandoned step consumed
+			}
+			if in.run != run {
+				if err := letGo(ctx, tx, in.run, in.id); err != nil {
+					return 0, 0, err
+				}
 			}
 			if _, _, err := tx.Exec(ctx, "DELETE FROM inbox WHERE id = ?", in.id); err != nil {
 				return 0, 0, fmt.Errorf("remove input of an abandoned step: %w", err)
@@ -212,21 +208,21 @@ func rewindInbox(ctx context.Context, tx *sqlite.Tx, lineage []stretch, at int, 
 	}
 	for _, s := range lineage[:at+1] {
 		// Consumed or cancelled by them, and created by a step that stands: pending again.
-		consumed, err := trace(ctx, tx, `WITH RECURSIVE walk (id, prev_id, step, input) AS (
-			SELECT c.id, c.prev_id, c.step, c.input FROM branch b JOIN checkpoint c ON c.id = b.head_id AND c.branch = b.id WHERE b.id = ?1
-			UNION ALL SELECT c.id, c.prev_id, c.step, c.input FROM walk w JOIN checkpoint c ON c.id = w.prev_id WHERE c.step > ?2)
-			SELECT i.id, COALESCE(i.created_branch, 0), COALESCE(i.created_step, 0) FROM walk w JOIN inbox i ON i.id = w.input
-			WHERE w.step > ?2`, s.branch, max(s.from, to))
+		consumed, err := trace(ctx, tx, `WITH RECURSIVE walk (prev_id, step, input) AS (
+			SELECT c.prev_id, c.step, c.input FROM branch b JOIN checkpoint c ON c.id = b.head_id AND c.branch = b.id WHERE b.id = ?1
+			UNION ALL SELECT c.prev_id, c.step, c.input FROM walk w JOIN checkpoint c ON c.id = w.prev_id WHERE c.step > ?2)
+			SELECT i.id, i.run, i.due_us, COALESCE(i.created_branch, 0), COALESCE(i.created_step, 0) FROM walk w JOIN inbox i ON i.id = w.input
+			WHERE w.step > ?2 AND i.consumed_branch = ?1 AND i.consumed_step = w.step`, s.branch, max(s.from, to))
 		if err != nil {
 			return 0, 0, err
 		}
-		cancelled, err := trace(ctx, tx, `SELECT id, COALESCE(created_branch, 0), COALESCE(created_step, 0) FROM inbox
+		cancelled, err := trace(ctx, tx, `SELECT id, run, due_us, COALESCE(created_branch, 0), COALESCE(created_step, 0) FROM inbox
 			WHERE cancelled_branch = ? AND cancelled_step > ? ORDER BY id`, s.branch, max(s.from, to))
 		if err != nil {
 			return 0, 0, err
 		}
 		for _, in := range append(consumed, cancelled...) {
-			if !kept(in.branch, in.step) {
+			if !slices.ContainsFunc(lineage[at:], func(s stretch) bool { return s.branch == in.branch && in.step <= min(s.to, to) }) {
 				continue
 			}
 			_, _, err := tx.Exec(ctx, `UPDATE inbox SET consumed_branch = NULL, consumed_step = NULL, cancelled_branch = NULL, cancelled_step = NULL,
@@ -234,25 +230,49 @@ func rewindInbox(ctx context.Context, tx *sqlite.Tx, lineage []stretch, at int, 
 			if err != nil {
 				return 0, 0, fmt.Errorf("give input of the kept lineage again: %w", err)
 			}
+			if err := wake(ctx, tx, in.run, max(in.dueUS, tx.NowUS)); err != nil {
+				return 0, 0, err
+			}
 			restored++
 		}
 	}
 	return restored, removed, nil
 }
 
-// touched is an inbox row and the step at its other end; branch 0: none.
-type touched struct{ id, branch, step int64 }
+// onLiveLineage says whether a step of a run stands.
+func onLiveLineage(ctx context.Context, tx *sqlite.Tx, run, branch, step int64) (bool, error) {
+	lineage, err := liveLineage(ctx, tx, run)
+	return slices.ContainsFunc(lineage, func(s stretch) bool { return s.branch == branch && step <= s.to }), err
+}
+
+// forget makes an input's id usable again. Only the input that brought the id in has its content; a dead letter for
+// other content under the id of a former input leaves that one alone.
+func forget(ctx context.Context, tx *sqlite.Tx, input int64) error {
+	var a arrival
+	err := tx.Get(ctx, "SELECT tenant, run_name, input_id, agent, type, data FROM inbox WHERE id = ?", []any{input},
+		&a.tenant, &a.run, &a.id, &a.agent, &a.typ, &a.data)
+	if err == nil {
+		_, _, err = tx.Exec(ctx, "DELETE FROM seen WHERE tenant = ? AND run_name = ? AND input_id = ? AND hash = ?", a.tenant, a.run, a.id, a.hash())
+	}
+	if err != nil {
+		return fmt.Errorf("forget input of an abandoned step: %w", err)
+	}
+	return nil
+}
+
+// touched is an inbox row, its run, and the step at its other end; branch 0: none.
+type touched struct{ id, run, dueUS, branch, step int64 }
 
 func trace(ctx context.Context, tx *sqlite.Tx, query string, args ...any) (list []touched, err error) {
 	rows, err := tx.Query(ctx, query, args...)
 	if err != nil {
-		return nil, fmt.Errorf("trace inputs of abandoned steps: %w", err)
+		return nil, fmt.Errorf("trace inputs: %w", err)
 	}
 	defer rows.Close()
 	for rows.Next() {
 		var t touched
-		if err := rows.Scan(&t.id, &t.branch, &t.step); err != nil {
-			return nil, fmt.Errorf("trace inputs of abandoned steps: %w", err)
+		if err := rows.Scan(&t.id, &t.run, &t.dueUS, &t.branch, &t.step); err != nil {
+			return nil, fmt.Errorf("trace inputs: %w", err)
 		}
 		list = append(list, t)
 	}

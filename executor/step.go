@@ -18,21 +18,21 @@ var errFenced = errors.New("the step is no longer the run's")
 
 // claim is one step in hand: what the agent is given, and what the commit is fenced by.
 type claim struct {
-	run               int64
-	tenant, name      string
-	agent             string
-	no                int64 // run.claim
-	branch            string
-	step, attempt     int64
-	state             []byte
-	stateID           int64 // the checkpoint that holds these bytes
-	headID            int64 // the checkpoint before this step; its branch's if ownHead
-	ownHead           bool
-	head              outbox.Head
-	input             *claimedInput // nil: a step after next: continue
-	continues         int64
-	lastError         string
-	startedUS, nodeUS int64
+	run           int64
+	tenant, name  string
+	agent         string
+	no            int64 // run.claim
+	branch        string
+	step, attempt int64
+	state         []byte
+	stateID       int64 // the checkpoint that holds these bytes
+	headID        int64 // the checkpoint before this step; its branch's if ownHead
+	ownHead       bool
+	head          outbox.Head
+	input         *claimedInput // nil: a step after next: continue
+	continues     int64
+	lastError     string
+	startedUS     int64
 }
 
 type claimedInput struct {
@@ -247,12 +247,46 @@ func deliverLocal(ctx context.Context, tx *sqlite.Tx, a arrival) error {
 // cancelCommands withdraws the run's own commands by the ids it gave them, where they are still pending here.
 func cancelCommands(ctx context.Context, tx *sqlite.Tx, c *claim, ids []string) error {
 	for _, id := range ids {
-		_, _, err := tx.Exec(ctx, `UPDATE inbox SET cancelled_branch = ?, cancelled_step = ?
+		list, err := trace(ctx, tx, `UPDATE inbox SET cancelled_branch = ?, cancelled_step = ?
 			WHERE command_id = ? AND created_branch IN (SELECT id FROM branch WHERE run = ?)
-			AND consumed_branch IS NULL AND cancelled_branch IS NULL AND ended_us IS NULL`, c.head.Branch, c.step, id, c.run)
+			AND consumed_branch IS NULL AND cancelled_branch IS NULL AND ended_us IS NULL RETURNING id, run, due_us, 0, 0`,
+			c.head.Branch, c.step, id, c.run)
 		if err != nil {
 			return fmt.Errorf("cancel command %s: %w", id, err)
 		}
+		for _, in := range list {
+			if err := letGo(ctx, tx, in.run, in.id); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// letGo frees a run from an input that was just withdrawn: the step in hand that was to consume it is fenced, a pause
+// after an error ends, and a run that was paused at it goes on and says so.
+func letGo(ctx context.Context, tx *sqlite.Tx, run, input int64) error {
+	var status string
+	var step int64
+	var head outbox.Head
+	err := tx.Get(ctx, `SELECT r.status, b.head_step, b.id, b.head_lsn, b.event_lsn, b.tail_id, b.head_bytes FROM run r JOIN branch b ON b.id = r.live
+		WHERE r.id = ? AND r.claim_input = ?`, []any{run, input}, &status, &step, &head.Branch, &head.LSN, &head.EventLSN, &head.TailID, &head.Bytes)
+	if errors.Is(err, sql.ErrNoRows) {
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("free run from input: %w", err)
+	}
+	if status == "paused" {
+		resumed := record.Record{Kind: record.Event, Type: record.TypeRunResumed, Data: appendReason(nil, "its input was withdrawn"), Occurred: tx.NowUS}
+		if _, err := appendTo(ctx, tx, head, step, []record.Record{resumed}); err != nil {
+			return err
+		}
+	}
+	_, _, err = tx.Exec(ctx, `UPDATE run SET status = 'ready', wake_us = ?, claim = claim + 1, claim_step = NULL, claim_input = NULL, attempts = 0,
+		last_error = NULL, updated_us = ? WHERE id = ?`, tx.NowUS, tx.NowUS, run)
+	if err != nil {
+		return fmt.Errorf("free run from input: %w", err)
 	}
 	return nil
 }

@@ -14,8 +14,12 @@ import (
 	"postrider/internal/record"
 )
 
-// ErrNotFound: nothing of the run has arrived.
-var ErrNotFound = errors.New("no such run")
+var (
+	// ErrNotFound: nothing of the run has arrived.
+	ErrNotFound = errors.New("no such run")
+	// ErrOtherName: the database belongs to a fold of another name.
+	ErrOtherName = errors.New("this fold's name is")
+)
 
 // AmbiguousError: several nodes have a run of that name.
 type AmbiguousError struct {

@@ -83,7 +83,7 @@ func Open(ctx context.Context, path string, o Options) (*Fold, error) {
 	f := &Fold{store: store, log: o.Logger.With("component", "fold"), cached: map[branchName]branchRow{}}
 	err = store.Reader().QueryRowContext(ctx, "SELECT name, client_id FROM meta WHERE id = 1").Scan(&f.name, &f.clientID)
 	if err == nil && o.Name != "" && o.Name != f.name {
-		err = fmt.Errorf("the name of this fold is %s, not %s: a new name needs a new database", f.name, o.Name)
+		err = fmt.Errorf("%w %s, not %s: a new name needs a new database", ErrOtherName, f.name, o.Name)
 	}
 	if err == nil {
 		f.metrics, err = newMetrics(o.Metrics)

@@ -150,7 +150,7 @@ func (s *Subscriber) session(ctx context.Context, progress *bool) error {
 	s.sub.Resume = true // from now on this process knows the kept session's filters
 	s.fold.metrics.connected.Set(1)
 	defer s.fold.metrics.connected.Set(0)
-	s.log.Info("subscribed", "broker", s.o.Broker.Broker, "client_id", s.fold.clientID, "session_kept", conn.SessionPresent())
+	s.log.Info("subscribed", "client_id", s.fold.clientID, "session_kept", conn.SessionPresent())
 	b := inbound{topics: s.o.Topics}
 	for {
 		select {

@@ -4,6 +4,7 @@ import (
 	"context"
 	"database/sql"
 	"fmt"
+	"math"
 	"slices"
 	"time"
 
@@ -36,7 +37,9 @@ type position struct{ lsn, bytes int64 }
 // turn is a tenant's place in its ring of branches with a backlog, which are in order of backlog_id.
 type turn struct {
 	seen int64 // highest backlog_id met: higher ones are new and go first, with one quantum
-	at   int64 // backlog_id served last
+	at   int64 // backlog_id that the ring served last
+	end  int64 // highest backlog_id of this round, so that it ends whatever comes meanwhile
+	odd  int   // 0 and 1 in turn: whose is the odd record of a batch that new ones and the ring share
 }
 
 // Settle forgets a branch's position once everything handed out is acknowledged; the shipped mark says the same.
@@ -54,16 +57,6 @@ func (c *Cursor) Return(items []Item) {
 	}
 }
 
-func (c *Cursor) turn(tenant string) *turn {
-	if c.tenants == nil {
-		c.tenants, c.branches = map[string]*turn{}, map[int64]position{}
-	}
-	if c.tenants[tenant] == nil {
-		c.tenants[tenant] = &turn{}
-	}
-	return c.tenants[tenant]
-}
-
 // candidate is a branch with a backlog.
 type candidate struct {
 	id, gen, epoch, shipped, shippedBytes, exportable, head, tail, backlog, hold int64
@@ -73,40 +66,48 @@ type candidate struct {
 
 // Drain returns up to limit pending records after the cursor: ascending by LSN within a branch, branches in turn, one
 // that is newly backlogged first with one quantum, a child only when its parent's kept prefix was handed out. tenant ""
-// takes all tenants in turn.
+// takes all tenants in turn. Fewer than limit are returned when there are no more, or when they are large. An error
+// spoils the cursor: it may count records that nobody was given.
 func (o *Outbox) Drain(ctx context.Context, tenant string, after *Cursor, limit int) ([]Item, error) {
 	if tenant != "" {
-		return o.drainTenant(ctx, tenant, after, limit)
+		return o.drainTenant(ctx, tenant, after, limit, drainBytes)
 	}
 	tenants, err := o.backlogged(ctx)
-	if err != nil || len(tenants) == 0 {
+	if err != nil {
 		return nil, err
 	}
-	// The one after the tenant served last begins; each gets an even share, and what one leaves goes to the next.
-	first, _ := slices.BinarySearch(tenants, after.tenant+"\x00")
 	var items []Item
-	for i := range tenants {
-		t := tenants[(first+i)%len(tenants)]
-		share := (limit - len(items) + len(tenants) - i - 1) / (len(tenants) - i)
-		if share == 0 {
-			break
+	budget := int64(drainBytes)
+	for before := -1; before < len(items); {
+		before = len(items)
+		// The one after the tenant served last begins; each gets an even share, and what one leaves goes to the next.
+		first, _ := slices.BinarySearch(tenants, after.tenant+"\x00")
+		for i := range tenants {
+			t, left := tenants[(first+i)%len(tenants)], len(tenants)-i
+			share := (limit - len(items) + left - 1) / left
+			if share == 0 || budget <= 0 {
+				return items, nil
+			}
+			more, err := o.drainTenant(ctx, t, after, share, (budget+int64(left)-1)/int64(left))
+			if err != nil {
+				return nil, err
+			}
+			budget -= sizeOf(more)
+			items = append(items, more...)
+			after.tenant = t
 		}
-		more, err := o.drainTenant(ctx, t, after, share)
-		if err != nil {
-			return nil, err
-		}
-		items = append(items, more...)
-		after.tenant = t
 	}
 	return items, nil
 }
 
+const backloggedQuery = `WITH RECURSIVE t (tenant) AS (
+	SELECT min(tenant) FROM branch WHERE shipped < exportable
+	UNION ALL SELECT (SELECT min(tenant) FROM branch WHERE shipped < exportable AND tenant > t.tenant) FROM t WHERE t.tenant IS NOT NULL)
+	SELECT tenant FROM t WHERE tenant IS NOT NULL LIMIT 100000`
+
 // backlogged lists the tenants with pending records, by one index step each.
 func (o *Outbox) backlogged(ctx context.Context) ([]string, error) {
-	rows, err := o.store.Reader().QueryContext(ctx, `WITH RECURSIVE t (tenant) AS (
-		SELECT min(tenant) FROM branch WHERE shipped < exportable
-		UNION ALL SELECT (SELECT min(tenant) FROM branch WHERE shipped < exportable AND tenant > t.tenant) FROM t WHERE t.tenant IS NOT NULL)
-		SELECT tenant FROM t WHERE tenant IS NOT NULL LIMIT 100000`)
+	rows, err := o.store.Reader().QueryContext(ctx, backloggedQuery)
 	if err != nil {
 		return nil, fmt.Errorf("list backlogged tenants: %w", err)
 	}
@@ -122,69 +123,113 @@ func (o *Outbox) backlogged(ctx context.Context) ([]string, error) {
 	return tenants, rows.Err()
 }
 
-func (o *Outbox) drainTenant(ctx context.Context, tenant string, after *Cursor, limit int) ([]Item, error) {
-	t := after.turn(tenant)
-	var items []Item
-	budget := int64(drainBytes)
-	// take serves one branch its turn and says whether there is room for another.
-	take := func(c candidate) (bool, error) {
-		more, err := o.take(ctx, tenant, c, after, min(quantum, limit-len(items)), budget)
-		if err != nil {
-			return false, err
-		}
-		for i := range more {
-			budget -= size(&more[i].Record)
-		}
-		items = append(items, more...)
-		return len(items) < limit && budget > 0, nil
+// page is how many branches are looked up at once, at the most.
+const page = 256
+
+func (o *Outbox) drainTenant(ctx context.Context, tenant string, after *Cursor, limit int, budget int64) ([]Item, error) {
+	t, err := o.turn(ctx, tenant, after)
+	if err != nil {
+		return nil, err
 	}
-	// New ones first, but never more than half of the batch: a steady stream of them must not starve the ring.
-	fresh, err := o.candidates(ctx, tenant, t.seen, max(1, limit/2/stride))
+	var items []Item
+	// serve gives a branch its turn, as far as fewer than upTo records are there and bytes are left.
+	serve := func(c candidate, upTo int, bytes int64) error {
+		more, err := o.take(ctx, tenant, c, after, min(quantum, upTo-len(items)), bytes)
+		budget -= sizeOf(more)
+		items = append(items, more...)
+		return err
+	}
+	// New ones first, with half of the batch at the most: a steady stream of them must not starve the ring.
+	half, rest := (limit+t.odd)/2, budget/2
+	t.odd ^= 1
+	fresh, err := o.candidates(ctx, tenant, t.seen, math.MaxInt64, min(half, page))
 	if err != nil {
 		return nil, err
 	}
 	for _, c := range fresh {
-		room, err := take(c)
-		if err != nil || !room {
-			return items, err
+		if len(items) >= half || budget <= rest {
+			break
+		}
+		if err := serve(c, half, budget-rest); err != nil {
+			return nil, err
 		}
 		t.seen = c.backlog
 	}
-	// Then the ring, once around at the most.
-	start, wrapped := t.at, false
-	for {
-		page, err := o.candidates(ctx, tenant, t.at, 256)
+	// Then the ring, until the batch is full or it was passed from end to end in vain.
+	budget = max(budget, 1)
+	full := func() bool { return len(items) >= limit || budget <= 0 }
+	for ends := 0; ends < 2 && !full(); {
+		ring, err := o.candidates(ctx, tenant, t.at, t.end, min(limit, page))
 		if err != nil {
 			return nil, err
 		}
-		for _, c := range page {
-			if wrapped && c.backlog > start {
+		for _, c := range ring {
+			if full() {
 				return items, nil
 			}
-			room, err := take(c)
-			if err != nil {
+			before := len(items)
+			if err := serve(c, limit, budget); err != nil {
 				return nil, err
 			}
+			if len(items) > before {
+				ends = 0
+			}
 			t.at, t.seen = c.backlog, max(t.seen, c.backlog)
-			if !room {
-				return items, nil
-			}
 		}
-		if len(page) < 256 {
-			if wrapped || start == 0 {
-				t.at = 0
-				return items, nil
+		if len(ring) < min(limit, page) {
+			ends++
+			t.at = 0
+			if t.end, err = o.newest(ctx, tenant); err != nil {
+				return nil, err
 			}
-			t.at, wrapped = 0, true
 		}
 	}
+	return items, nil
 }
 
-func (o *Outbox) candidates(ctx context.Context, tenant string, after int64, limit int) ([]candidate, error) {
-	rows, err := o.store.Reader().QueryContext(ctx, `SELECT b.id, b.gen, b.epoch, b.shipped, b.shipped_bytes, b.exportable, b.head_lsn, b.tail_id,
-		b.backlog_id, COALESCE(b.hold_us, 0), r.name, b.ulid, b.parent, p.shipped, p.exportable
-		FROM branch b JOIN run r ON r.id = b.run LEFT JOIN branch p ON p.id = b.parent
-		WHERE b.tenant = ? AND b.shipped < b.exportable AND b.backlog_id > ? ORDER BY b.backlog_id LIMIT ?`, tenant, after, limit)
+func sizeOf(items []Item) (n int64) {
+	for i := range items {
+		n += size(&items[i].Record)
+	}
+	return n
+}
+
+// turn is the tenant's place. What is backlogged when a session meets the tenant is its ring; what comes later is new.
+func (o *Outbox) turn(ctx context.Context, tenant string, after *Cursor) (*turn, error) {
+	if after.branches == nil {
+		after.branches = map[int64]position{}
+	}
+	if after.tenants == nil {
+		after.tenants = map[string]*turn{}
+	}
+	if t := after.tenants[tenant]; t != nil {
+		return t, nil
+	}
+	newest, err := o.newest(ctx, tenant)
+	if err != nil {
+		return nil, err
+	}
+	t := &turn{seen: newest, end: newest}
+	after.tenants[tenant] = t
+	return t, nil
+}
+
+const newestQuery = "SELECT COALESCE(max(backlog_id), 0) FROM branch WHERE tenant = ? AND shipped < exportable"
+
+func (o *Outbox) newest(ctx context.Context, tenant string) (id int64, err error) {
+	if err := o.store.Reader().QueryRowContext(ctx, newestQuery, tenant).Scan(&id); err != nil {
+		return 0, fmt.Errorf("find newest backlog of %s: %w", tenant, err)
+	}
+	return id, nil
+}
+
+const candidatesQuery = `SELECT b.id, b.gen, b.epoch, b.shipped, b.shipped_bytes, b.exportable, b.head_lsn, b.tail_id,
+	b.backlog_id, COALESCE(b.hold_us, 0), r.name, b.ulid, b.parent, p.shipped, p.exportable
+	FROM branch b JOIN run r ON r.id = b.run LEFT JOIN branch p ON p.id = b.parent
+	WHERE b.tenant = ? AND b.shipped < b.exportable AND b.backlog_id > ? AND b.backlog_id <= ? ORDER BY b.backlog_id LIMIT ?`
+
+func (o *Outbox) candidates(ctx context.Context, tenant string, after, upTo int64, limit int) ([]candidate, error) {
+	rows, err := o.store.Reader().QueryContext(ctx, candidatesQuery, tenant, after, upTo, limit)
 	if err != nil {
 		return nil, fmt.Errorf("list backlogged branches of %s: %w", tenant, err)
 	}
@@ -201,6 +246,15 @@ func (o *Outbox) candidates(ctx context.Context, tenant string, after int64, lim
 	return list, rows.Err()
 }
 
+const walkQuery = `WITH RECURSIVE walk (id, prev_id, lsn) AS (
+	SELECT id, prev_id, lsn FROM outbox WHERE id = ?1
+	UNION ALL SELECT o.id, o.prev_id, o.lsn FROM walk w JOIN outbox o ON o.id = w.prev_id WHERE w.lsn > ?2 + 1)
+	SELECT o.lsn, o.step, o.kind, o.prevlsn, o.bytes, o.occurred_us, o.recorded_us, o.type, COALESCE(o.subject, ''),
+		COALESCE(o.correlation, ''), COALESCE(o.causation, ''), COALESCE(o.trace, ''), COALESCE(o.topic, ''), COALESCE(o.retain, 0),
+		COALESCE(o.to_node, ''), COALESCE(o.to_agent, ''), COALESCE(o.to_run, ''), COALESCE(o.input_id, ''), COALESCE(o.hops, 0),
+		COALESCE(o.expires_us, 0), o.data
+	FROM walk w JOIN outbox o ON o.id = w.id WHERE w.lsn <= ?3 AND (o.bytes <= ?4 OR w.lsn = ?2 + 1)`
+
 // take reads one branch's next records: from the next mark (or the tail) down the chain, then turned round.
 func (o *Outbox) take(ctx context.Context, tenant string, c candidate, after *Cursor, limit int, budget int64) ([]Item, error) {
 	from := position{c.shipped, c.shippedBytes}
@@ -213,9 +267,11 @@ func (o *Outbox) take(ctx context.Context, tenant string, c candidate, after *Cu
 	if c.parent.Valid && max(c.parentShipped.Int64, after.branches[c.parent.Int64].lsn) < c.parentExportable.Int64 {
 		return nil, nil // the parent's kept prefix comes first
 	}
-	hi := min(c.exportable, from.lsn+int64(limit))
-	if aligned := hi / stride * stride; aligned > from.lsn {
-		hi = min(hi, aligned)
+	hi := from.lsn + int64(limit)
+	if aligned := hi / stride * stride; hi >= c.exportable {
+		hi = c.exportable
+	} else if aligned > from.lsn {
+		hi = aligned // where the next turn finds its start by the index
 	}
 	start := c.tail
 	if mark := (hi + stride - 1) / stride * stride; mark <= c.head {
@@ -224,15 +280,7 @@ func (o *Outbox) take(ctx context.Context, tenant string, c candidate, after *Cu
 			return nil, fmt.Errorf("find record %d of branch %s: %w", mark, c.ulid, err)
 		}
 	}
-	rows, err := o.store.Reader().QueryContext(ctx, `WITH RECURSIVE walk (id, prev_id, lsn) AS (
-		SELECT id, prev_id, lsn FROM outbox WHERE id = ?1
-		UNION ALL SELECT o.id, o.prev_id, o.lsn FROM walk w JOIN outbox o ON o.id = w.prev_id WHERE w.lsn > ?2 + 1)
-		SELECT o.lsn, o.step, o.kind, o.prevlsn, o.bytes, o.occurred_us, o.recorded_us, o.type, COALESCE(o.subject, ''),
-			COALESCE(o.correlation, ''), COALESCE(o.causation, ''), COALESCE(o.trace, ''), COALESCE(o.topic, ''), COALESCE(o.retain, 0),
-			COALESCE(o.to_node, ''), COALESCE(o.to_agent, ''), COALESCE(o.to_run, ''), COALESCE(o.input_id, ''), COALESCE(o.hops, 0),
-			COALESCE(o.expires_us, 0), o.data
-		FROM walk w JOIN outbox o ON o.id = w.id WHERE w.lsn <= ?3 AND (o.bytes <= ?4 OR w.lsn = ?2 + 1)`,
-		start, from.lsn, hi, from.bytes+budget)
+	rows, err := o.store.Reader().QueryContext(ctx, walkQuery, start, from.lsn, hi, from.bytes+budget)
 	if err != nil {
 		return nil, fmt.Errorf("read branch %s after %d: %w", c.ulid, from.lsn, err)
 	}

@@ -1,7 +1,7 @@
 // Package outbox is the durable queue between executor and relay. Append writes a step's records inside the step's own
 // transaction; Drain hands out what is pending without removing it, ascending by LSN within a branch, branches and
 // tenants in turn, a parent's kept prefix before its child; Ack moves a branch's shipped mark once the broker has
-// confirmed. A record is pending while fork < shipped < LSN ≤ exportable of its branch; a rewind lowers exportable, and
+// confirmed. A record is pending while shipped < LSN ≤ exportable of its branch; a rewind lowers exportable, and
 // what lies beyond is withheld. Every write of a relay names the fence of its lease and changes nothing under a newer
 // one.
 package outbox

@@ -1,6 +1,7 @@
 package outbox
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"slices"
@@ -95,19 +96,19 @@ func (o *Outbox) byTenant(ctx context.Context) (map[string]Stats, error) {
 	if err := rows.Err(); err != nil {
 		return nil, fmt.Errorf("count dead records: %w", err)
 	}
-	rows, err = tx.QueryContext(ctx, `SELECT tenant, id, shipped, head_lsn, tail_id, shipped_us FROM branch WHERE shipped < exportable`)
+	rows, err = tx.QueryContext(ctx, `SELECT tenant, id, shipped, head_lsn, tail_id, shipped_us, backlog_id FROM branch WHERE shipped < exportable`)
 	if err != nil {
 		return nil, fmt.Errorf("find oldest pending record: %w", err)
 	}
 	defer rows.Close()
 	type backlog struct {
-		tenant                               string
-		id, shipped, head, tail, notBeforeUS int64
+		tenant                                          string
+		id, shipped, head, tail, notBeforeUS, notBefore int64
 	}
 	var list []backlog
 	for rows.Next() {
 		var b backlog
-		if err := rows.Scan(&b.tenant, &b.id, &b.shipped, &b.head, &b.tail, &b.notBeforeUS); err != nil {
+		if err := rows.Scan(&b.tenant, &b.id, &b.shipped, &b.head, &b.tail, &b.notBeforeUS, &b.notBefore); err != nil {
 			return nil, fmt.Errorf("find oldest pending record: %w", err)
 		}
 		list = append(list, b)
@@ -115,11 +116,13 @@ func (o *Outbox) byTenant(ctx context.Context) (map[string]Stats, error) {
 	if err := rows.Err(); err != nil {
 		return nil, fmt.Errorf("find oldest pending record: %w", err)
 	}
-	// No pending record is older than its branch's last shipped one, so most branches need no look.
-	slices.SortFunc(list, func(a, b backlog) int { return int(max(-1, min(1, a.notBeforeUS-b.notBeforeUS))) })
+	// No pending record is older than its branch's last shipped one, nor than the one that began the backlog, and ids are
+	// in order of time. So few branches need a look.
+	slices.SortFunc(list, func(a, b backlog) int { return cmp.Compare(a.notBeforeUS, b.notBeforeUS) })
+	oldest := map[string]int64{} // outbox.id by tenant
 	for _, b := range list {
 		s := all[b.tenant]
-		if s.OldestUS != 0 && b.notBeforeUS >= s.OldestUS {
+		if s.OldestUS != 0 && (b.notBeforeUS >= s.OldestUS || b.notBefore > oldest[b.tenant]) {
 			continue
 		}
 		start := b.tail
@@ -128,17 +131,17 @@ func (o *Outbox) byTenant(ctx context.Context) (map[string]Stats, error) {
 				return nil, fmt.Errorf("find oldest pending record: %w", err)
 			}
 		}
-		var at int64
+		var id, at int64
 		err := tx.QueryRowContext(ctx, `WITH RECURSIVE walk (id, prev_id, lsn) AS (
 			SELECT id, prev_id, lsn FROM outbox WHERE id = ?1
 			UNION ALL SELECT o.id, o.prev_id, o.lsn FROM walk w JOIN outbox o ON o.id = w.prev_id WHERE w.lsn > ?2 + 1)
-			SELECT o.recorded_us FROM walk w JOIN outbox o ON o.id = w.id WHERE w.lsn = ?2 + 1`, start, b.shipped).Scan(&at)
+			SELECT o.id, o.recorded_us FROM walk w JOIN outbox o ON o.id = w.id WHERE w.lsn = ?2 + 1`, start, b.shipped).Scan(&id, &at)
 		if err != nil {
 			return nil, fmt.Errorf("find oldest pending record: %w", err)
 		}
 		if s.OldestUS == 0 || at < s.OldestUS {
 			s.OldestUS = at
-			all[b.tenant] = s
+			all[b.tenant], oldest[b.tenant] = s, id
 		}
 	}
 	return all, nil

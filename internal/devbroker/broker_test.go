@@ -201,7 +201,7 @@ func TestNothingIsLostWhileASessionComesBack(t *testing.T) {
 			}
 		}
 		if s.Kill(); running { // by turns: gone, and taken over while it is there
-			s = subscribe(t, b.URL(), "s")
+			subscribe(t, b.URL(), "s")
 			s = subscribe(t, b.URL(), "s")
 		}
 	}

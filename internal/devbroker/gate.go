@@ -54,7 +54,7 @@ func (g *gate) accept(l net.Listener) {
 			return
 		}
 		if err != nil { // out of file descriptors, say
-			time.Sleep(50 * time.Millisecond)
+			<-time.After(50 * time.Millisecond) // then Accept tells whether the gate is closed
 			continue
 		}
 		client := newConn(c)

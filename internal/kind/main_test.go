@@ -68,7 +68,7 @@ func escape() {
 		fmt.Println(err)
 	}
 	fmt.Println(`{"log":"escaped"}`)
-	time.Sleep(4 * time.Second)
+	<-time.After(4 * time.Second)
 }
 
 // node hosts an agent and waits to be killed in the middle of a step.

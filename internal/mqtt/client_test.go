@@ -277,7 +277,7 @@ func TestCloseIsBoundedOnAStalledLink(t *testing.T) {
 			c.Publish("t", false, make([]byte, 256<<10))
 		}
 	}()
-	time.Sleep(300 * time.Millisecond) // until the kernel's buffers are full; were they not, the test were only weaker
+	<-time.After(300 * time.Millisecond) // until the kernel's buffers are full; were they not, the test were only weaker
 	began := time.Now()
 	c.Close()
 	if took := time.Since(began); took > 1500*time.Millisecond {

@@ -28,7 +28,10 @@ func TakeLock(path, holder string) (*Lock, error) {
 		}
 		b := make([]byte, 256)
 		n, _ := f.Read(b)
-		return nil, fmt.Errorf("%w by %s", ErrLocked, strings.TrimSpace(string(b[:n])))
+		if who := strings.TrimSpace(string(b[:n])); who != "" {
+			return nil, fmt.Errorf("%s: %w by %s", path, ErrLocked, who)
+		}
+		return nil, fmt.Errorf("%s: %w", path, ErrLocked) // by one that is just writing its words
 	}
 	err = f.Truncate(0)
 	if err == nil {

@@ -26,7 +26,11 @@ type Node struct {
 // NodeSchema is the kind of database that schema.sql, given as text, describes. node is the name that a new file gets.
 func NodeSchema(text, node string, path string) Schema {
 	return Schema{Name: "Postrider", AppID: nodeAppID, Version: nodeVersion, Text: text, Init: func(ctx context.Context, tx *Tx) error {
-		epoch, err := nextEpoch(path + ".epoch")
+		real, err := realPath(path)
+		if err != nil {
+			return err
+		}
+		epoch, err := nextEpoch(real + ".epoch")
 		if err != nil {
 			return err
 		}
@@ -64,6 +68,9 @@ func nextEpoch(path string) (int64, error) {
 		if err := json.Unmarshal(b, &last); err != nil {
 			return 0, fmt.Errorf("read epoch file %s: %w", path, err)
 		}
+		if last.Epoch <= 0 || last.Epoch >= 1<<53 || last.Instance == "" {
+			return 0, fmt.Errorf("read epoch file %s: no epoch and instance in it", path)
+		}
 	}
 	next := epochFile{Epoch: max(last.Epoch, time.Now().Unix()) + 1, Instance: rand.Text()}
 	if b, err = json.Marshal(next); err != nil {
@@ -73,28 +80,20 @@ func nextEpoch(path string) (int64, error) {
 }
 
 // writeFile replaces path whole and durably, or not at all.
-func writeFile(path string, b []byte) (err error) {
+func writeFile(path string, b []byte) error {
 	f, err := os.CreateTemp(filepath.Dir(path), filepath.Base(path)+".*")
 	if err != nil {
 		return err
 	}
-	defer func() {
-		if err != nil {
-			err = errors.Join(err, os.Remove(f.Name()))
-		}
-	}()
 	_, err = f.Write(b)
 	if err == nil {
 		err = f.Sync()
 	}
-	if cerr := f.Close(); err == nil {
-		err = cerr
+	if err = errors.Join(err, f.Close()); err == nil {
+		err = os.Rename(f.Name(), path)
 	}
 	if err != nil {
-		return err
-	}
-	if err := os.Rename(f.Name(), path); err != nil {
-		return err
+		return errors.Join(err, os.Remove(f.Name()))
 	}
 	dir, err := os.Open(filepath.Dir(path))
 	if err != nil {

@@ -5,8 +5,9 @@
 // are read-only connections of bounded lifetime. Every schema opened here has the tables meta (id = 1, boot, clock_us,
 // commit_seq) and writer (id, commit_seq, at_us), which the writer sets in every transaction.
 //
-// While a file is open here, nothing else in the process may open it: closing any other descriptor would drop the POSIX
-// locks that SQLite holds.
+// While a file is open here, nothing else in the process may open it: closing any other descriptor drops the POSIX locks
+// that SQLite holds, and the next outside program may then delete the live WAL. On Linux the main file's locks belong to
+// its descriptor and survive that (TestStrayCloseKeepsTheLocks); those of -shm never do.
 package sqlite
 
 import (
@@ -18,6 +19,8 @@ import (
 	"net/url"
 	"os"
 	"path/filepath"
+	"sync"
+	"syscall"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -29,7 +32,7 @@ var (
 	// ErrNotFound: there is no such file, and the caller did not ask to make one.
 	ErrNotFound = errors.New("no such database")
 	// ErrForeign: the file is not a database of the wanted kind.
-	ErrForeign = errors.New("not such a database")
+	ErrForeign = errors.New("cannot use this database")
 	// ErrNewer: the file was written by a later version.
 	ErrNewer = errors.New("database of a newer version")
 	// ErrBusy: another process held the write lock for too long. Nothing was changed.
@@ -65,7 +68,40 @@ type Options struct {
 	BusyTimeout time.Duration
 	// BeforeStatement runs before each statement of a unit; its error becomes the statement's. Fault tests only.
 	BeforeStatement func(query string) error
+
+	now   func() time.Time         // nil: time.Now
+	boot  string                   // "": this machine's
+	fault func(point string) error // nil: none; points are named where they are called
 }
+
+func (o Options) filled() Options {
+	if o.MaxGroup == 0 {
+		o.MaxGroup = 128
+	}
+	if o.BusyTimeout == 0 {
+		o.BusyTimeout = 5 * time.Second
+	}
+	if o.Logger == nil {
+		o.Logger = slog.New(slog.DiscardHandler)
+	}
+	if o.now == nil {
+		o.now = time.Now
+	}
+	if o.boot == "" {
+		o.boot = bootID()
+	}
+	if o.fault == nil {
+		o.fault = func(string) error { return nil }
+	}
+	return o
+}
+
+// setUp makes the driver's process-wide choices, before its first connection. Commits call fdatasync, as C SQLite's do;
+// the main file's locks belong to its descriptor. Where either is missing (macOS) the driver's default stays.
+var setUp = sync.OnceFunc(func() {
+	_, _ = sqlite.OFDLocking(true)
+	_, _ = sqlite.Fdatasync(true)
+})
 
 // Store is one open database file.
 type Store struct {
@@ -78,38 +114,35 @@ type Store struct {
 // ErrNewer. Its first act is a commit, so that whatever a process killed inside its fsync left behind is durable before
 // anybody acts on it. Close ends the writer's goroutine.
 func Open(ctx context.Context, path string, schema Schema, o Options) (*Store, error) {
-	abs, err := filepath.Abs(path)
-	if err != nil {
-		return nil, fmt.Errorf("open %s: %w", path, err)
-	}
-	if o.MaxGroup == 0 {
-		o.MaxGroup = 128
-	}
-	if o.BusyTimeout == 0 {
-		o.BusyTimeout = 5 * time.Second
-	}
-	if o.Logger == nil {
-		o.Logger = slog.New(slog.DiscardHandler)
-	}
+	o = o.filled()
 	if n := sqliteVersion(); n < minVersion {
 		return nil, fmt.Errorf("open %s: SQLite %d has the WAL-reset bug; at least %d is needed", path, n, minVersion)
 	}
-	empty, err := probe(ctx, path, abs, schema)
+	setUp()
+	abs, err := realPath(path)
+	if err != nil {
+		return nil, fmt.Errorf("open %s: %w", path, err)
+	}
+	found, err := probe(ctx, path, abs, schema)
 	if err != nil {
 		return nil, err
 	}
-	if empty {
-		if !o.Create || o.ReadOnly {
-			if _, err := os.Stat(abs); errors.Is(err, os.ErrNotExist) {
-				return nil, fmt.Errorf("%w: %s", ErrNotFound, path)
-			}
-			return nil, fmt.Errorf("%w: %s is empty, not a %s database", ErrForeign, path, schema.Name)
+	if found != filled && (!o.Create || o.ReadOnly) {
+		if found == missing {
+			return nil, fmt.Errorf("%w: %s", ErrNotFound, path)
 		}
-		if err := create(ctx, abs, schema); err != nil {
+		return nil, fmt.Errorf("%w: %s is empty, not a %s database", ErrForeign, path, schema.Name)
+	}
+	if found != filled {
+		if err := create(ctx, abs, schema, o); err != nil {
 			return nil, fmt.Errorf("create %s: %w", path, err)
 		}
+		// Another process may have filled it first, and with something else.
+		if _, err := probe(ctx, path, abs, schema); err != nil {
+			return nil, err
+		}
 	}
-	s := &Store{path: abs, read: openPool(dsn(abs, "ro", "&_query_only=on"), 8)}
+	s := &Store{path: abs, read: openPool(dsn(abs, "ro", "&_busy_timeout=5000&_query_only=on&_dqs=0"), 8)}
 	s.read.SetConnMaxLifetime(time.Minute)
 	if o.ReadOnly {
 		return s, nil
@@ -124,16 +157,17 @@ func Open(ctx context.Context, path string, schema Schema, o Options) (*Store, e
 	return s, nil
 }
 
-// Close lets the group in hand end, answers what still waits with ErrClosed, and closes the file.
+// Close lets the group in hand end, answers what still waits with ErrClosed, and closes the file. The writer's connection
+// is the last to go: as a reader's, it could not fold the WAL into the file.
 func (s *Store) Close() error {
-	var err error
+	err := s.read.Close()
 	if s.writer != nil {
-		err = s.writer.close()
+		err = errors.Join(err, s.writer.close())
 	}
-	return errors.Join(err, s.read.Close())
+	return err
 }
 
-// Path is the file's absolute path.
+// Path is the file's absolute path, symbolic links resolved: one file has one name, also for the locks named after it.
 func (s *Store) Path() string { return s.path }
 
 // Reader is the pool of read-only connections. A query holds a snapshot until its rows are closed, and the WAL grows
@@ -146,45 +180,92 @@ func (s *Store) Barrier(ctx context.Context) error {
 	return s.Write(ctx, func(context.Context, *Tx) error { return nil })
 }
 
-// probe tells an empty or missing file from one of the wanted kind, through SQLite and read-only.
-func probe(ctx context.Context, path, abs string, schema Schema) (empty bool, err error) {
+type content int
+
+const (
+	missing content = iota
+	empty           // also: a process died between making the file and filling it
+	filled          // with what is wanted
+)
+
+// probe says what the file holds, through SQLite, read-only, and refuses what is neither empty nor of the wanted kind.
+func probe(ctx context.Context, path, abs string, schema Schema) (content, error) {
 	fi, err := os.Stat(abs)
 	switch {
-	case errors.Is(err, os.ErrNotExist):
+	case errors.Is(err, os.ErrNotExist), errors.Is(err, syscall.ENOTDIR):
 		if fi, err := os.Stat(filepath.Dir(abs)); err != nil || !fi.IsDir() {
-			return false, fmt.Errorf("%w: %s: there is no folder %s", ErrNotFound, path, filepath.Dir(abs))
+			return 0, fmt.Errorf("%w: %s: there is no folder %s", ErrNotFound, path, filepath.Dir(abs))
 		}
-		return true, nil
+		return missing, nil
 	case err != nil:
-		return false, fmt.Errorf("open %s: %w", path, err)
+		return 0, fmt.Errorf("open %s: %w", path, err)
 	case !fi.Mode().IsRegular():
-		return false, fmt.Errorf("%w: %s is not a regular file", ErrForeign, path)
+		return 0, fmt.Errorf("%w: %s is not a regular file", ErrForeign, path)
 	case fi.Size() == 0:
-		return true, nil
+		return empty, nil
+	case fi.Size() < 512: // SQLite takes a file of one byte for an empty one, and would overwrite it
+		return 0, fmt.Errorf("%w: %s is not a database", ErrForeign, path)
 	}
-	db := openPool(dsn(abs, "ro", "&_busy_timeout=5000&_query_only=on"), 1)
-	defer db.Close()
-	var id int32
-	var version, tables int
-	err = db.QueryRowContext(ctx, `SELECT (SELECT application_id FROM pragma_application_id), (SELECT user_version FROM pragma_user_version),
-		(SELECT count(*) FROM sqlite_master)`).Scan(&id, &version, &tables)
-	switch {
-	case code(err)&0xff == lib.SQLITE_NOTADB:
-		return false, fmt.Errorf("%w: %s is not a database", ErrForeign, path)
-	case err != nil:
-		return false, fmt.Errorf("open %s: %w", path, err)
-	case id == 0 && version == 0 && tables == 0:
-		return true, nil // a process died between making the file and filling it
-	case id != schema.AppID:
-		return false, fmt.Errorf("%w: %s is not a %s database", ErrForeign, path, schema.Name)
-	case version > schema.Version:
-		return false, fmt.Errorf("%w: %s has schema %d, this program knows up to %d", ErrNewer, path, version, schema.Version)
+	// First without locks and WAL, because even a read-only connection leaves -wal and -shm beside somebody else's file
+	// in WAL mode. This look may be out of date, so it only refuses.
+	id, version, tables, err := look(ctx, abs, "&immutable=1")
+	if err == nil || code(err)&0xff == lib.SQLITE_NOTADB {
+		if err := refuse(path, schema, id, version, tables, err); err != nil {
+			return 0, err
+		}
 	}
-	return false, nil
+	id, version, tables, err = look(ctx, abs, "&_busy_timeout=5000")
+	if err := refuse(path, schema, id, version, tables, err); err != nil {
+		return 0, err
+	}
+	if id == 0 {
+		return empty, nil
+	}
+	return filled, nil
 }
 
-// create makes the file's content in one transaction; a second process that came first wins.
-func create(ctx context.Context, abs string, schema Schema) error {
+func look(ctx context.Context, abs, params string) (id int32, version, tables int, err error) {
+	db := openPool(dsn(abs, "ro", "&_query_only=on"+params), 1)
+	defer db.Close()
+	err = db.QueryRowContext(ctx, `SELECT (SELECT application_id FROM pragma_application_id), (SELECT user_version FROM pragma_user_version),
+		(SELECT count(*) FROM sqlite_master)`).Scan(&id, &version, &tables)
+	return id, version, tables, err
+}
+
+func refuse(path string, schema Schema, id int32, version, tables int, err error) error {
+	switch {
+	case code(err)&0xff == lib.SQLITE_NOTADB:
+		return fmt.Errorf("%w: %s is not a database", ErrForeign, path)
+	case err != nil:
+		return fmt.Errorf("open %s: %w", path, err)
+	case id == 0 && version == 0 && tables == 0:
+		return nil
+	case id != schema.AppID:
+		return fmt.Errorf("%w: %s is not a %s database", ErrForeign, path, schema.Name)
+	case version > schema.Version:
+		return fmt.Errorf("%w: %s has schema %d, this program knows up to %d", ErrNewer, path, version, schema.Version)
+	case version < schema.Version:
+		return fmt.Errorf("%w: %s has schema %d, which this program cannot upgrade", ErrForeign, path, version)
+	}
+	return nil
+}
+
+// create makes the file's content; a second process that came first wins.
+func create(ctx context.Context, abs string, schema Schema, o Options) error {
+	// Two that switch one file to WAL at once may both be told to go away, busy_timeout or not.
+	for deadline := time.Now().Add(o.BusyTimeout); ; {
+		err := fill(ctx, abs, schema, o)
+		if code(err)&0xff != lib.SQLITE_BUSY || time.Now().After(deadline) {
+			return err
+		}
+		if err := wait(ctx.Done(), 2*time.Millisecond); err != nil {
+			return context.Cause(ctx)
+		}
+	}
+}
+
+// fill makes an empty file's content in one transaction, and leaves any other as it is.
+func fill(ctx context.Context, abs string, schema Schema, o Options) error {
 	db := openPool(dsn(abs, "rwc", "&_busy_timeout=5000&_auto_vacuum=INCREMENTAL&_journal_mode=WAL&_synchronous=FULL&_foreign_keys=on&_dqs=0"), 1)
 	defer db.Close()
 	conn, err := db.Conn(ctx)
@@ -192,6 +273,9 @@ func create(ctx context.Context, abs string, schema Schema) error {
 		return err
 	}
 	defer conn.Close()
+	if err := o.fault("made"); err != nil {
+		return err
+	}
 	if _, err := conn.ExecContext(ctx, "BEGIN IMMEDIATE"); err != nil {
 		return err
 	}
@@ -204,13 +288,13 @@ func create(ctx context.Context, abs string, schema Schema) error {
 			return err
 		}
 		if schema.Init != nil {
-			tx := &Tx{conn: conn, stmts: map[string]*sql.Stmt{}, NowUS: time.Now().UnixMicro()}
-			if err := schema.Init(ctx, tx); err != nil {
+			tx := &Tx{conn: conn, stmts: map[string]*sql.Stmt{}, NowUS: o.now().UnixMicro()}
+			if err := errors.Join(schema.Init(ctx, tx), tx.close()); err != nil {
 				return err
 			}
 		}
 		_, err := conn.ExecContext(ctx, fmt.Sprintf("PRAGMA application_id = %d; PRAGMA user_version = %d", schema.AppID, schema.Version))
-		return err
+		return errors.Join(err, o.fault("filled"))
 	}()
 	if err != nil {
 		_, rerr := conn.ExecContext(context.WithoutCancel(ctx), "ROLLBACK")
@@ -218,6 +302,53 @@ func create(ctx context.Context, abs string, schema Schema) error {
 	}
 	_, err = conn.ExecContext(ctx, "COMMIT")
 	return err
+}
+
+// realPath is path made absolute, with symbolic links resolved, also where the file itself is missing.
+func realPath(path string) (string, error) {
+	abs, err := filepath.Abs(path)
+	if err != nil {
+		return "", err
+	}
+	for range 40 { // as many links as Linux follows
+		real, err := filepath.EvalSymlinks(abs)
+		if err == nil {
+			return real, nil
+		}
+		if errors.Is(err, syscall.ENOTDIR) {
+			return abs, nil // the caller will find that out
+		}
+		if !errors.Is(err, os.ErrNotExist) {
+			return "", err
+		}
+		target, err := os.Readlink(abs)
+		if err != nil { // a missing file, no dangling link
+			dir, err := filepath.EvalSymlinks(filepath.Dir(abs))
+			if err != nil {
+				return abs, nil // nor is there a folder
+			}
+			return filepath.Join(dir, filepath.Base(abs)), nil
+		}
+		if !filepath.IsAbs(target) {
+			target = filepath.Join(filepath.Dir(abs), target)
+		}
+		abs = target
+	}
+	return "", fmt.Errorf("too many symbolic links")
+}
+
+var errStopped = errors.New("stopped")
+
+// wait waits for d, or fails as soon as stop is closed.
+func wait(stop <-chan struct{}, d time.Duration) error {
+	t := time.NewTimer(d)
+	defer t.Stop()
+	select {
+	case <-t.C:
+		return nil
+	case <-stop:
+		return errStopped
+	}
 }
 
 // dsn names the file as a URI: a plain path would make SQLite ignore mode.

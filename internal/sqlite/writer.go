@@ -4,10 +4,13 @@ import (
 	"context"
 	"crypto/rand"
 	"database/sql"
+	"database/sql/driver"
 	"errors"
 	"fmt"
 	"log/slog"
+	"os"
 	"runtime/debug"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -16,7 +19,8 @@ import (
 	lib "modernc.org/sqlite/lib"
 )
 
-// Tx is a unit's view of the write transaction. It is good only inside the unit.
+// Tx is a unit's view of the write transaction. It is good only inside the unit. Its statements ignore that a context
+// ends: a cancelled one would take the neighbours' with it.
 type Tx struct {
 	// NowUS is the recorded time of everything in this transaction, in microseconds; within one boot it never goes back.
 	NowUS int64
@@ -24,9 +28,14 @@ type Tx struct {
 	conn   *sql.Conn
 	stmts  map[string]*sql.Stmt
 	before func(query string) error
+	rows   []*sql.Rows // given out in this unit
+	gone   error       // ended the whole transaction
 }
 
 func (tx *Tx) stmt(ctx context.Context, query string) (*sql.Stmt, error) {
+	if tx.gone != nil { // what ran now would commit by itself
+		return nil, tx.gone
+	}
 	if tx.before != nil {
 		if err := tx.before(query); err != nil {
 			return nil, err
@@ -42,16 +51,36 @@ func (tx *Tx) stmt(ctx context.Context, query string) (*sql.Stmt, error) {
 	return st, err
 }
 
+// seen looks at a statement's error for those with which SQLite may have rolled back everything.
+func (tx *Tx) seen(err error) error {
+	switch code(err) & 0xff {
+	case lib.SQLITE_FULL, lib.SQLITE_IOERR, lib.SQLITE_NOMEM, lib.SQLITE_BUSY, lib.SQLITE_INTERRUPT:
+		tx.gone = err
+	}
+	if errors.Is(err, driver.ErrBadConn) {
+		tx.gone = err
+	}
+	return err
+}
+
+func uncancelled(ctx context.Context) context.Context {
+	if ctx.Done() == nil {
+		return ctx
+	}
+	return context.WithoutCancel(ctx)
+}
+
 // Exec runs one statement and returns how many rows it changed and the last rowid it inserted. Statements are prepared
 // once and kept: query must come from a small fixed set.
 func (tx *Tx) Exec(ctx context.Context, query string, args ...any) (changed, lastID int64, err error) {
+	ctx = uncancelled(ctx)
 	st, err := tx.stmt(ctx, query)
 	if err != nil {
 		return 0, 0, err
 	}
 	res, err := st.ExecContext(ctx, args...)
 	if err != nil {
-		return 0, 0, err
+		return 0, 0, tx.seen(err)
 	}
 	changed, err = res.RowsAffected()
 	if err != nil {
@@ -61,30 +90,65 @@ func (tx *Tx) Exec(ctx context.Context, query string, args ...any) (changed, las
 	return changed, lastID, err
 }
 
-// Query runs one query; the caller closes the rows before its next statement.
+// Query runs one query; the caller closes the rows before its next statement. What it leaves open ends with the unit.
 func (tx *Tx) Query(ctx context.Context, query string, args ...any) (*sql.Rows, error) {
+	ctx = uncancelled(ctx)
 	st, err := tx.stmt(ctx, query)
 	if err != nil {
 		return nil, err
 	}
-	return st.QueryContext(ctx, args...)
+	rows, err := st.QueryContext(ctx, args...)
+	if err != nil {
+		return nil, tx.seen(err)
+	}
+	if len(tx.rows) >= 16 && len(tx.rows) == cap(tx.rows) { // a unit may query often
+		tx.rows = slices.DeleteFunc(tx.rows, func(r *sql.Rows) bool {
+			_, err := r.Columns()
+			return err != nil // closed
+		})
+	}
+	tx.rows = append(tx.rows, rows)
+	return rows, nil
 }
 
 // Get scans the first row of a query into dest; sql.ErrNoRows when there is none.
 func (tx *Tx) Get(ctx context.Context, query string, args []any, dest ...any) error {
+	ctx = uncancelled(ctx)
 	st, err := tx.stmt(ctx, query)
 	if err != nil {
 		return err
 	}
-	return st.QueryRowContext(ctx, args...).Scan(dest...)
+	return tx.seen(st.QueryRowContext(ctx, args...).Scan(dest...))
+}
+
+// endUnit closes what the unit left open: open rows hold a snapshot and keep the connection from closing.
+func (tx *Tx) endUnit() {
+	for i, rows := range tx.rows {
+		_ = rows.Close() // its error is the statement's, which the unit could have seen
+		tx.rows[i] = nil
+	}
+	tx.rows = tx.rows[:0]
+}
+
+// close closes the statements. database/sql does not, for those of one pinned connection, and SQLite keeps a connection
+// with its locks and files for as long as one is left.
+func (tx *Tx) close() error {
+	tx.endUnit()
+	var errs []error
+	for _, st := range tx.stmts {
+		errs = append(errs, st.Close())
+	}
+	clear(tx.stmts)
+	return errors.Join(errs...)
 }
 
 // Unit is one all-or-nothing piece of a write transaction. It may run more than once and must keep nothing in memory
-// before Write returned nil. Its context is never cancelled: a cancelled statement would take its neighbours with it.
+// before Write returned nil. It must not call Write: it runs on the goroutine that would answer.
 type Unit func(ctx context.Context, tx *Tx) error
 
 // Write runs unit in a transaction with whatever else is waiting and returns once its fate is known: nil only after the
-// COMMIT that holds it was fsynced; the unit's own error if it refused. ctx bounds the wait for a place, not the commit.
+// COMMIT that holds it was fsynced; the unit's own error if it refused. With any error but ErrUnknown nothing was changed.
+// ctx bounds the wait for a place, not the commit.
 func (s *Store) Write(ctx context.Context, unit Unit) error {
 	if s.writer == nil {
 		return fmt.Errorf("write %s: opened for reading", s.path)
@@ -108,7 +172,6 @@ type request struct {
 type writer struct {
 	path   string
 	id     string // row of table writer
-	boot   string
 	o      Options
 	log    *slog.Logger
 	queue  chan *request
@@ -117,16 +180,25 @@ type writer struct {
 	ended  chan struct{}
 	failed error // of the last close; read after ended
 
-	db       *sql.DB
-	conn     *sql.Conn
-	tx       *Tx // statements of conn
-	duration prometheus.Histogram
-	units    prometheus.Histogram
+	link
+	trimAt   time.Time     // not before
+	trimWait time.Duration // after the next failure
+
+	duration   prometheus.Histogram
+	units      prometheus.Histogram
+	registered []prometheus.Collector
+}
+
+// link is one connection. It is pinned and lives until replaced; its own BEGIN and COMMIT are prepared like the rest.
+type link struct {
+	db   *sql.DB
+	conn *sql.Conn
+	tx   *Tx // statements of conn
 }
 
 func newWriter(ctx context.Context, path string, o Options) (*writer, error) {
 	w := &writer{
-		path: path, id: rand.Text(), boot: bootID(), o: o, log: o.Logger.With("component", "store"),
+		path: path, id: rand.Text(), o: o, log: o.Logger.With("component", "store"),
 		queue: make(chan *request, 4096), quit: make(chan struct{}), ended: make(chan struct{}),
 		duration: prometheus.NewHistogram(prometheus.HistogramOpts{
 			Name: "postrider_commit_duration_seconds", Help: "Time of a group's transaction, BEGIN to COMMIT.",
@@ -136,46 +208,123 @@ func newWriter(ctx context.Context, path string, o Options) (*writer, error) {
 			Name: "postrider_commit_units", Help: "Units in a group.", Buckets: prometheus.ExponentialBuckets(1, 2, 8),
 		}),
 	}
+	l, err := w.connect(ctx)
+	if err != nil {
+		return nil, err
+	}
+	w.link = l
+	if err := w.inherit(ctx); err != nil {
+		return nil, errors.Join(err, l.close())
+	}
 	if o.Metrics != nil {
 		for _, c := range []prometheus.Collector{w.duration, w.units} {
 			if err := o.Metrics.Register(c); err != nil {
-				return nil, err
+				return nil, errors.Join(err, w.shut())
 			}
+			w.registered = append(w.registered, c)
 		}
-	}
-	if err := w.open(ctx); err != nil {
-		return nil, errors.Join(err, w.shut())
 	}
 	return w, nil
 }
 
-func (w *writer) open(ctx context.Context) error {
-	// Busy is handled by begin: SQLite's own back-off starves an outside writer beside a busy node.
-	w.db = openPool(dsn(w.path, "rw", "&_busy_timeout=5000&_journal_mode=WAL&_synchronous=FULL&_foreign_keys=on&_dqs=0"), 1)
-	conn, err := w.db.Conn(ctx)
-	if err != nil {
-		return err
+func (w *writer) connect(ctx context.Context) (l link, err error) {
+	if err := w.o.fault("connect"); err != nil {
+		return link{}, err
 	}
-	w.conn = conn
-	w.tx = &Tx{conn: conn, stmts: map[string]*sql.Stmt{}, before: w.o.BeforeStatement}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, l.close())
+		}
+	}()
+	l.db = openPool(dsn(w.path, "rw", "&_busy_timeout=5000&_journal_mode=WAL&_synchronous=FULL&_foreign_keys=on&_dqs=0"), 1)
+	if l.conn, err = l.db.Conn(ctx); err != nil {
+		return l, err
+	}
+	var mode string
+	var synchronous, keys int
+	err = l.conn.QueryRowContext(ctx, `SELECT (SELECT journal_mode FROM pragma_journal_mode), (SELECT synchronous FROM pragma_synchronous),
+		(SELECT foreign_keys FROM pragma_foreign_keys)`).Scan(&mode, &synchronous, &keys)
+	if err != nil {
+		return l, err
+	}
+	if mode != "wal" || synchronous != 2 || keys != 1 { // a file system without shared memory refuses WAL without an error
+		return l, fmt.Errorf("journal_mode %s, synchronous %d, foreign_keys %d instead of wal, 2, 1", mode, synchronous, keys)
+	}
+	// From here on begin waits by itself: SQLite's back-off sleeps up to 100 ms at a time, starves an outside writer beside
+	// a busy node, and knows nothing of Close.
+	if _, err = l.conn.ExecContext(ctx, "PRAGMA busy_timeout = 0"); err != nil {
+		return l, err
+	}
+	l.tx = &Tx{conn: l.conn, stmts: map[string]*sql.Stmt{}, before: w.o.BeforeStatement}
+	return l, nil
+}
+
+// close rolls back what is open.
+func (l *link) close() error {
+	var errs []error
+	if l.tx != nil {
+		errs = append(errs, l.tx.close())
+	}
+	if l.conn != nil {
+		errs = append(errs, l.conn.Close())
+	}
+	if l.db != nil {
+		errs = append(errs, l.db.Close())
+	}
+	*l = link{}
+	return errors.Join(errs...)
+}
+
+// replace takes a fresh connection, and closes the old one only then: as long as this process has one, SQLite's index of
+// the WAL lives on and lists no frame of a failed COMMIT. Were the last connection gone, the next would read the WAL
+// anew and take those frames for good (TestFailedFsyncIsNotIn).
+func (w *writer) replace() error {
+	_ = w.control("ROLLBACK") // mostly there is nothing to roll back any more
+	l, err := w.connect(context.Background())
+	if err != nil {
+		return fmt.Errorf("reopen: %w", err)
+	}
+	if err := w.link.close(); err != nil {
+		w.log.Debug("closing a broken connection", "err", err)
+	}
+	w.link = l
 	return nil
 }
 
-// shut closes the connection; an open transaction is rolled back by that.
+// shut ends the writer for good.
 func (w *writer) shut() error {
-	var errs []error
-	if w.conn != nil {
-		for _, st := range w.tx.stmts {
-			errs = append(errs, st.Close())
+	for _, c := range w.registered { // not another store's, which Unregister could not tell from its own
+		w.o.Metrics.Unregister(c)
+	}
+	return w.link.close()
+}
+
+// inherit makes durable what an earlier process left. For one that was killed inside its fsync the first commit is
+// enough. After an fsync that failed it is not: the kernel holds those pages of the WAL as clean, no later fsync writes
+// them, and whatever is appended behind them is lost with them at a power cut. So the WAL is copied to the main file and
+// emptied. (Left open: a power cut during that very copy.)
+//
+// Only the first one to open a file takes such frames for good; a process that comes later uses the living index, where
+// every frame was fsynced or already copied by the first. So it costs a short command beside a busy node a moment, not
+// its life, and a reader in the way is no reason to fail.
+func (w *writer) inherit(ctx context.Context) error {
+	for deadline := time.Now().Add(100 * time.Millisecond); ; {
+		err := w.checkpoint(ctx)
+		if code(err)&0xff == lib.SQLITE_FULL {
+			w.log.Warn("the disk is too full to empty the WAL", "err", err)
+			return nil // else nobody could open the file to make room
 		}
-		errs = append(errs, w.conn.Close())
-		w.conn, w.tx = nil, nil
+		if !errors.Is(err, errInUse) {
+			return err
+		}
+		if time.Now().After(deadline) {
+			w.log.Debug("the WAL is in use by another process and stays")
+			return nil
+		}
+		if err := wait(ctx.Done(), time.Millisecond); err != nil {
+			return context.Cause(ctx)
+		}
 	}
-	if w.db != nil {
-		errs = append(errs, w.db.Close())
-		w.db = nil
-	}
-	return errors.Join(errs...)
 }
 
 func (w *writer) submit(ctx context.Context, unit Unit) error {
@@ -230,16 +379,16 @@ func (w *writer) close() error {
 }
 
 func (w *writer) loop() {
-	defer close(w.ended)
+	defer close(w.ended)                   // answers what still waits
+	defer func() { w.failed = w.shut() }() // also when a unit called runtime.Goexit
 	group := make([]*request, 0, w.o.MaxGroup)
 	for {
 		group = group[:0]
 		select {
+		case <-w.quit:
+			return
 		case r := <-w.queue:
 			group = append(group, r)
-		case <-w.quit:
-			w.end()
-			return
 		}
 	fill:
 		for len(group) < w.o.MaxGroup {
@@ -257,25 +406,14 @@ func (w *writer) loop() {
 			}
 		}
 		w.commit(live)
+		clear(group) // an answered unit's memory is its caller's
+		w.trim()
 	}
-}
-
-// end answers what still waits and closes the connection.
-func (w *writer) end() {
-	for {
-		select {
-		case r := <-w.queue:
-			r.done <- ErrClosed
-			continue
-		default:
-		}
-		break
-	}
-	w.failed = w.shut()
 }
 
 // commit runs a group in one transaction. When one unit takes the whole transaction with it (a full disk, an I/O
-// error), the others run again one by one.
+// error), all run again one by one: also those it had refused, since they may have met rows of a neighbour that are
+// gone now, and the culprit, since perhaps only the neighbours' rows left no room for it.
 func (w *writer) commit(group []*request) {
 	if len(group) == 0 {
 		return
@@ -286,40 +424,35 @@ func (w *writer) commit(group []*request) {
 		answer(group, err)
 		return
 	}
-	ctx := context.Background()
 	refused := map[*request]error{}
-	for i, r := range group {
-		err := w.run(ctx, r, len(group) > 1)
-		if err == nil {
-			continue
-		}
+	for _, r := range group {
+		err := w.run(r, len(group) > 1)
 		var gone *goneError
-		if !errors.As(err, &gone) {
+		switch {
+		case errors.As(err, &gone):
+			w.abort()
+			w.alone(group, gone.err)
+			return
+		case err != nil:
 			refused[r] = err
-			continue
 		}
-		w.abort(ctx)
-		r.done <- gone.err
-		for _, other := range append(append([]*request{}, group[:i]...), group[i+1:]...) {
-			if err := refused[other]; err != nil {
-				other.done <- err
-				continue
-			}
-			w.commit([]*request{other})
-		}
-		return
 	}
 	if len(refused) == len(group) {
-		w.abort(ctx)
-	} else if _, err := w.conn.ExecContext(ctx, "COMMIT"); err != nil {
-		w.log.Error("commit failed; reading back what is durable", "err", err)
-		in, rerr := w.resolve(seq)
+		w.abort()
+	} else if err := w.finish(); err != nil {
+		err = fmt.Errorf("commit: %w", err)
+		if known(err) {
+			w.abort()
+			w.alone(group, err)
+			return
+		}
+		in, rerr := w.resolve(seq, err)
 		if rerr != nil {
 			answer(group, fmt.Errorf("%w: %w", rerr, err))
 			return
 		}
 		if !in {
-			answer(group, fmt.Errorf("commit: %w", err))
+			answer(group, err)
 			return
 		}
 	}
@@ -330,15 +463,15 @@ func (w *writer) commit(group []*request) {
 	}
 }
 
-// first is a process's first unit. A recorded clock belongs to one boot: a machine that starts again does not inherit a
-// time that lay in the future. Rows of writers gone for a day are swept.
-func (w *writer) first(ctx context.Context, tx *Tx) error {
-	wall := time.Now()
-	if _, _, err := tx.Exec(ctx, "UPDATE meta SET boot = ?, clock_us = ? WHERE id = 1 AND boot <> ?", w.boot, wall.UnixMicro(), w.boot); err != nil {
-		return err
+// alone runs the units of a group that went down with err one by one; a unit that was alone has had its turn.
+func (w *writer) alone(group []*request, err error) {
+	if len(group) == 1 {
+		group[0].done <- err
+		return
 	}
-	_, _, err := tx.Exec(ctx, "DELETE FROM writer WHERE at_us < ? AND id <> ?", wall.Add(-24*time.Hour).UnixMicro(), w.id)
-	return err
+	for i := range group {
+		w.commit(group[i : i+1])
+	}
 }
 
 func answer(group []*request, err error) {
@@ -347,46 +480,83 @@ func answer(group []*request, err error) {
 	}
 }
 
+// first is a process's first unit. A recorded clock belongs to one boot: a machine that starts again does not inherit a
+// time that lay in the future. Rows of writers gone for long are swept; one whose COMMIT is in doubt is never behind by both.
+func (w *writer) first(ctx context.Context, tx *Tx) error {
+	wall := w.o.now()
+	if _, _, err := tx.Exec(ctx, "UPDATE meta SET boot = ?, clock_us = ? WHERE id = 1 AND boot <> ?", w.o.boot, wall.UnixMicro(), w.o.boot); err != nil {
+		return err
+	}
+	_, _, err := tx.Exec(ctx, "DELETE FROM writer WHERE at_us < ? AND commit_seq < (SELECT commit_seq - 1000 FROM meta WHERE id = 1)",
+		wall.Add(-24*time.Hour).UnixMicro())
+	return err
+}
+
 // begin opens the transaction, retrying by itself while another process writes, and sets what every transaction sets.
 func (w *writer) begin() (seq int64, err error) {
-	ctx := context.Background()
-	if w.conn == nil { // a resolve gave up only because the store was closing
-		return 0, ErrClosed
+	if err := w.o.fault("begin"); err != nil {
+		return 0, fmt.Errorf("begin: %w", err)
 	}
 	deadline := time.Now().Add(w.o.BusyTimeout)
 	pause := 200 * time.Microsecond
-	for {
-		if _, err = w.conn.ExecContext(ctx, "BEGIN IMMEDIATE"); err == nil {
+	for replaced := false; ; {
+		if err = w.control("BEGIN IMMEDIATE"); err == nil {
 			break
 		}
 		if code(err)&0xff != lib.SQLITE_BUSY {
-			return 0, fmt.Errorf("begin: %w", err)
+			if replaced {
+				return 0, fmt.Errorf("begin: %w", err)
+			}
+			if rerr := w.replace(); rerr != nil {
+				return 0, fmt.Errorf("begin: %w", errors.Join(err, rerr))
+			}
+			replaced = true
+			continue
 		}
 		if time.Now().After(deadline) {
 			return 0, ErrBusy
 		}
-		t := time.NewTimer(pause)
-		select {
-		case <-t.C:
-		case <-w.quit:
-			t.Stop()
+		if wait(w.quit, pause) != nil {
 			return 0, ErrClosed
 		}
 		pause = min(pause*5/4, 2*time.Millisecond)
 	}
+	ctx := context.Background()
+	w.tx.gone = nil
 	w.tx.before = nil
 	err = w.tx.Get(ctx, "UPDATE meta SET commit_seq = commit_seq + 1, clock_us = max(clock_us, ?) WHERE id = 1 RETURNING commit_seq, clock_us",
-		[]any{time.Now().UnixMicro()}, &seq, &w.tx.NowUS)
+		[]any{w.o.now().UnixMicro()}, &seq, &w.tx.NowUS)
 	if err == nil {
 		_, _, err = w.tx.Exec(ctx, `INSERT INTO writer (id, commit_seq, at_us) VALUES (?, ?, ?)
 			ON CONFLICT (id) DO UPDATE SET commit_seq = excluded.commit_seq, at_us = excluded.at_us`, w.id, seq, w.tx.NowUS)
 	}
 	w.tx.before = w.o.BeforeStatement
 	if err != nil {
-		w.abort(ctx)
+		w.abort()
 		return 0, fmt.Errorf("begin: %w", err)
 	}
 	return seq, nil
+}
+
+// finish is the COMMIT.
+func (w *writer) finish() error {
+	if err := w.o.fault("commit"); err != nil {
+		return err
+	}
+	if err := w.control("COMMIT"); err != nil {
+		return err
+	}
+	return w.o.fault("committed")
+}
+
+// known reports whether a COMMIT that failed with err is surely not in: SQLite found no room for the last frame, which
+// would have made it one, or did not even begin. Everything else may have come after that frame.
+func known(err error) bool {
+	switch code(err) & 0xff {
+	case lib.SQLITE_FULL, lib.SQLITE_BUSY, lib.SQLITE_CONSTRAINT:
+		return true
+	}
+	return false
 }
 
 // goneError: the unit's failure ended the whole transaction.
@@ -395,40 +565,49 @@ type goneError struct{ err error }
 func (e *goneError) Error() string { return e.err.Error() }
 
 // run runs one unit. Only in a group is a savepoint worth its price: alone, the unit is the transaction.
-func (w *writer) run(ctx context.Context, r *request, grouped bool) error {
+func (w *writer) run(r *request, grouped bool) error {
 	if grouped {
-		if err := w.control(ctx, "SAVEPOINT unit"); err != nil {
+		if err := w.control("SAVEPOINT unit"); err != nil {
 			return &goneError{fmt.Errorf("savepoint: %w", err)}
 		}
 	}
-	err := call(ctx, r.unit, w.tx)
+	err := call(context.Background(), r.unit, w.tx)
+	w.tx.endUnit()
+	if gone := w.tx.gone; gone != nil && err == nil { // the unit kept it to itself
+		err = gone
+	}
+	if err != nil && (!grouped || w.tx.gone != nil) {
+		return &goneError{err}
+	}
 	if !grouped {
-		if err != nil {
-			return &goneError{err}
-		}
 		return nil
 	}
 	if err == nil {
-		if err := w.control(ctx, "RELEASE unit"); err != nil {
+		if err := w.control("RELEASE unit"); err != nil {
 			return &goneError{fmt.Errorf("release: %w", err)}
 		}
 		return nil
 	}
-	// SQLITE_FULL and SQLITE_IOERR may have rolled back everything: then there is no savepoint to return to.
-	if rerr := w.control(ctx, "ROLLBACK TO unit"); rerr != nil {
+	if rerr := w.control("ROLLBACK TO unit"); rerr != nil {
 		return &goneError{err}
 	}
-	if rerr := w.control(ctx, "RELEASE unit"); rerr != nil {
+	if rerr := w.control("RELEASE unit"); rerr != nil {
 		return &goneError{err}
 	}
 	return err
 }
 
-func (w *writer) control(ctx context.Context, statement string) error {
-	before := w.tx.before
-	w.tx.before = nil
-	_, _, err := w.tx.Exec(ctx, statement)
-	w.tx.before = before
+// control runs a statement of the writer itself.
+func (w *writer) control(statement string) error {
+	st := w.tx.stmts[statement]
+	if st == nil {
+		var err error
+		if st, err = w.conn.PrepareContext(context.Background(), statement); err != nil {
+			return err
+		}
+		w.tx.stmts[statement] = st
+	}
+	_, err := st.ExecContext(context.Background())
 	return err
 }
 
@@ -443,78 +622,107 @@ func call(ctx context.Context, unit Unit, tx *Tx) (err error) {
 }
 
 // abort rolls back; a connection that cannot is replaced.
-func (w *writer) abort(ctx context.Context) {
-	if w.conn == nil {
+func (w *writer) abort() {
+	if w.control("ROLLBACK") == nil {
 		return
 	}
-	if _, err := w.conn.ExecContext(ctx, "ROLLBACK"); err == nil {
+	// After SQLITE_FULL or SQLITE_IOERR no transaction may be active; a new BEGIN tells whether the connection is good.
+	if w.control("BEGIN") == nil && w.control("ROLLBACK") == nil {
 		return
 	}
-	// No transaction is active after SQLITE_FULL or SQLITE_IOERR; a new BEGIN tells whether the connection is good.
-	if _, err := w.conn.ExecContext(ctx, "BEGIN"); err == nil {
-		if _, err := w.conn.ExecContext(ctx, "ROLLBACK"); err == nil {
-			return
-		}
+	if err := w.replace(); err != nil { // the next begin tries again
+		w.log.Error("database cannot be reopened", "err", err)
 	}
-	w.reopen(ctx)
 }
 
-// reopen gets a fresh connection, trying until it has one or the store closes.
-func (w *writer) reopen(ctx context.Context) bool {
-	for pause := 50 * time.Millisecond; ; pause = min(pause*2, 2*time.Second) {
-		if err := w.shut(); err != nil {
-			w.log.Debug("closing a broken connection", "err", err)
+// resolve finds out whether the transaction numbered seq is in, after its COMMIT failed with cause. Until it can tell,
+// nobody is answered.
+func (w *writer) resolve(seq int64, cause error) (in bool, err error) {
+	w.log.Error("fate of a commit is unknown; nothing is answered until it is", "err", cause)
+	id, logged := w.id, time.Now()
+	for pause := time.Millisecond; ; pause = min(pause*2, 2*time.Second) {
+		if in, err = w.settle(id, seq); err == nil {
+			w.log.Info("fate of the commit is known", "committed", in)
+			return in, nil
 		}
-		err := w.open(ctx)
-		if err == nil {
-			return true
+		if time.Since(logged) > time.Minute {
+			w.log.Error("fate of a commit is still unknown", "err", err)
+			logged = time.Now()
 		}
-		w.log.Error("database cannot be opened", "err", err)
-		select {
-		case <-w.quit:
-			w.shut()
-			return false
-		case <-time.After(pause):
+		if wait(w.quit, pause) != nil {
+			return false, ErrUnknown
 		}
 	}
 }
 
-// resolve finds out whether the transaction numbered seq is in, after its COMMIT failed. The kernel may hold pages of
-// the WAL as clean although they never reached the disk; the checkpoint writes their content to the main file and
-// fsyncs that. Until it succeeds nobody is answered.
-func (w *writer) resolve(seq int64) (in bool, err error) {
+// settle reads whether the writer called id has committed seq, and makes that answer final. If it is in, some of its
+// frames may never have reached the disk although the kernel holds their pages as clean: they are copied to the main
+// file, which waits for readers. If it is not, they may stand behind the end of the WAL and would come back if this
+// process died: the next commit overwrites them, so one is made before anybody is answered. It has another name, for
+// else its own failure could be read as a success of seq.
+func (w *writer) settle(id string, seq int64) (in bool, err error) {
+	if err := w.replace(); err != nil {
+		return false, err
+	}
 	ctx := context.Background()
-	for pause := 50 * time.Millisecond; ; pause = min(pause*2, 2*time.Second) {
-		if !w.reopen(ctx) {
-			return false, ErrUnknown
+	var last int64
+	if err := w.conn.QueryRowContext(ctx, "SELECT coalesce(max(commit_seq), 0) FROM writer WHERE id = ?", id).Scan(&last); err != nil {
+		return false, err
+	}
+	in = last >= seq
+	if in {
+		if err := w.checkpoint(ctx); err != nil {
+			return false, err
 		}
-		var last int64
-		err := w.checkpoint(ctx)
-		if err == nil {
-			err = w.conn.QueryRowContext(ctx, "SELECT commit_seq FROM writer WHERE id = ?", w.id).Scan(&last)
-			if errors.Is(err, sql.ErrNoRows) {
-				last, err = 0, nil
-			}
-		}
-		if err == nil {
-			return last >= seq, nil
-		}
-		w.log.Error("fate of a commit is unknown; nothing is answered until it is", "err", err)
-		select {
-		case <-w.quit:
-			return false, ErrUnknown
-		case <-time.After(pause):
-		}
+	}
+	w.id = rand.Text()
+	if _, err := w.begin(); err != nil {
+		return false, err
+	}
+	return in, w.finish()
+}
+
+// walLimit is above the 1,000 pages at which SQLite starts its own checkpoint, and a large transaction.
+const walLimit = 6 << 20
+
+// trim empties a WAL that outgrew its limit. SQLite's own checkpoint, after each commit, never waits: beside readers that
+// overlap without end the WAL finds no moment to start over. This one holds writers up, at most 50 ms, until the readers
+// of the moment are gone; new ones need no WAL meanwhile. A long reader makes it try less and less often. Units are
+// answered before.
+func (w *writer) trim() {
+	now := time.Now()
+	if w.conn == nil || now.Before(w.trimAt) {
+		return
+	}
+	fi, err := os.Stat(w.path + "-wal") // opens nothing, so drops no locks
+	if err != nil || fi.Size() <= walLimit {
+		return
+	}
+	err = w.control("PRAGMA busy_timeout = 50")
+	if err == nil {
+		err = errors.Join(w.checkpoint(context.Background()), w.control("PRAGMA busy_timeout = 0"))
+	}
+	if err == nil {
+		w.trimWait = 0
+	} else {
+		w.trimWait = min(max(2*w.trimWait, 100*time.Millisecond), 10*time.Second)
+		w.trimAt = time.Now().Add(w.trimWait)
+		w.log.Debug("the WAL stays long", "bytes", fi.Size(), "err", err)
 	}
 }
 
+var errInUse = errors.New("the WAL is in use by a reader or another process")
+
+// checkpoint copies the whole WAL to the main file, both fsynced, and empties it. It fails with errInUse when somebody is
+// in the way for longer than the busy_timeout of the moment, mostly 0.
 func (w *writer) checkpoint(ctx context.Context) error {
-	var busy, inLog, done int
-	if err := w.conn.QueryRowContext(ctx, "PRAGMA wal_checkpoint(TRUNCATE)").Scan(&busy, &inLog, &done); err != nil {
+	if err := w.o.fault("checkpoint"); err != nil {
 		return err
 	}
-	if busy != 0 {
-		return errors.New("checkpoint is held up by a reader")
+	var busy, inLog, done int
+	err := w.conn.QueryRowContext(ctx, "PRAGMA wal_checkpoint(TRUNCATE)").Scan(&busy, &inLog, &done)
+	if busy != 0 || code(err)&0xff == lib.SQLITE_BUSY {
+		return errInUse
 	}
-	return nil
+	return err
 }

@@ -1,0 +1,42 @@
+package cli
+
+import (
+	"context"
+
+	"github.com/spf13/cobra"
+
+	"postrider/internal/record"
+)
+
+// Relay is what a relay process is told.
+type Relay struct {
+	DB     string
+	Broker string
+	Topics record.Topics
+}
+
+// Relay is `relay`; run ships.
+func (a *App) Relay(run func(ctx context.Context, r Relay) error) *cobra.Command {
+	var r Relay
+	c := &cobra.Command{
+		Use:   "relay",
+		Short: "Ship a node's records, as a process of its own",
+		Long: `Ship the records of a node to a broker, beside serve --no-relay or while the node is stopped. Of several relays of one
+database, one ships and the others wait until it ends.`,
+		Example: "  postrider relay --broker tcp://broker:1883 --db /var/lib/postrider/line-1.db",
+		Args:    a.noArgs,
+	}
+	c.Flags().StringVar(&r.Broker, "broker", "", "`URL` of the broker: tcp://, mqtt://, tls://, ws://, wss:// or host:port (required)")
+	topicRoot(c.Flags(), &r.Topics)
+	c.RunE = func(c *cobra.Command, _ []string) error {
+		if err := record.CheckRoot(r.Topics.Root); err != nil {
+			return Usagef("--topic-root: %w", err)
+		}
+		if r.Broker == "" {
+			return Usagef("--broker URL is missing")
+		}
+		r.DB = a.db
+		return run(c.Context(), r)
+	}
+	return c
+}

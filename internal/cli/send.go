@@ -1,0 +1,120 @@
+package cli
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"postrider/executor"
+	"postrider/internal/sqlite"
+)
+
+// maxData is how much of a file or of stdin is read; what an input may have is less.
+const maxData = 64 << 20
+
+// Send is `send`.
+func (a *App) Send() *cobra.Command {
+	in := executor.Input{Source: "cli"}
+	var data, at string
+	var wait time.Duration
+	c := &cobra.Command{
+		Use:   "send AGENT [RUN]",
+		Short: "Give an agent an input",
+		Long: `Store an input for a run of an agent, durably, and print where it went. Without RUN a new run is started. The node
+need not be running; one that runs takes the input within a quarter of a second.
+
+An input with an --id counts once, however often it is sent; the same id with other content is a conflict.`,
+		Example: "  postrider send counter run-1 --data '{\"hello\": 1}'\n" +
+			"  postrider send counter run-1 --type order --id order-17 --data @order.json\n" +
+			"  date +'\"%F\"' | postrider send counter run-1 --data - --in 5m",
+		Args: args(1, "AGENT", "RUN"),
+	}
+	f := c.Flags()
+	f.StringVar(&in.Type, "type", "message", "`TYPE` of the input")
+	f.StringVar(&in.ID, "id", "", "`ID` that makes the input count once (default a new one)")
+	f.StringVar(&data, "data", "null", "`JSON` of the input, @FILE to read it from a file, - from stdin")
+	f.DurationVar(&wait, "in", 0, "due after this `DURATION`, such as 5m")
+	f.StringVar(&at, "at", "", "due at this `TIME`, RFC 3339")
+	c.RunE = func(c *cobra.Command, given []string) (err error) {
+		if err := a.oneTenant(); err != nil {
+			return err
+		}
+		in.Tenant, in.Agent = a.tenant, given[0]
+		if len(given) > 1 {
+			in.Run = given[1]
+		}
+		if in.DueUS, err = due(wait, at, time.Now()); err != nil {
+			return err
+		}
+		if in.Data, err = a.data(data); err != nil {
+			return err
+		}
+		var out executor.Submitted
+		err = a.withNode(c, false, func(ctx context.Context, store *sqlite.Store) (err error) {
+			out, err = executor.Submit(ctx, store, in)
+			return err
+		})
+		if errors.Is(err, executor.ErrNotFound) {
+			err = WithHint(err, "start a node on this database with --agent %s=KIND:SPEC; it may be stopped afterwards", in.Agent)
+		}
+		if err != nil {
+			return err
+		}
+		if a.output != "table" {
+			return a.printJSON(appendJSON(nil, out))
+		}
+		return a.table([]string{"TENANT", "RUN", "ID", "DUPLICATE"}, [][]string{{out.Tenant, out.Run, out.ID, yesNo(out.Duplicate)}})
+	}
+	return c
+}
+
+// due is when an input is due in microseconds; 0: now.
+func due(in time.Duration, at string, now time.Time) (int64, error) {
+	switch {
+	case in != 0 && at != "":
+		return 0, Usagef("--in and --at exclude each other")
+	case in < 0:
+		return 0, Usagef("--in: %s is negative", in)
+	case in > 0:
+		return now.Add(in).UnixMicro(), nil
+	case at == "":
+		return 0, nil
+	}
+	t, err := time.Parse(time.RFC3339Nano, at)
+	if err != nil {
+		return 0, Usagef("--at: %q is not a time such as %s", at, now.UTC().Format(time.RFC3339))
+	}
+	if y := t.UTC().Year(); y < 1970 || y > 9999 {
+		return 0, Usagef("--at: %d is not a year from 1970 to 9999", y)
+	}
+	return t.UnixMicro(), nil
+}
+
+func (a *App) data(arg string) (b []byte, err error) {
+	from := io.Reader(strings.NewReader(arg))
+	switch {
+	case arg == "-":
+		from = a.Stdin
+	case strings.HasPrefix(arg, "@"):
+		f, err := os.Open(arg[1:])
+		if err != nil {
+			return nil, fmt.Errorf("--data: %w", err)
+		}
+		defer f.Close()
+		from = f
+	}
+	b, err = io.ReadAll(io.LimitReader(from, maxData+1))
+	switch {
+	case err != nil:
+		return nil, fmt.Errorf("--data: %w", err)
+	case len(b) > maxData:
+		return nil, Usagef("--data: more than %d bytes", maxData)
+	}
+	return b, nil
+}

@@ -1,0 +1,473 @@
+// Postrider runs agents and carries what they decided to the rest of the world over MQTT, also when the broker has been
+// away for days. This file joins the parts: the commands, their exit codes, and what runs beside what in one process.
+package main
+
+import (
+	"cmp"
+	"context"
+	_ "embed"
+	"errors"
+	"fmt"
+	"log/slog"
+	"maps"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"slices"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/oklog/run"
+
+	"postrider/executor"
+	"postrider/fold"
+	"postrider/internal/agent"
+	"postrider/internal/cli"
+	"postrider/internal/devbroker"
+	"postrider/internal/kind"
+	"postrider/internal/mqtt"
+	"postrider/internal/record"
+	"postrider/internal/sqlite"
+	"postrider/outbox"
+	"postrider/relay"
+)
+
+//go:embed schema.sql
+var schema string
+
+func main() { os.Exit(postrider()) }
+
+// postrider runs the command that the arguments name and returns the exit code.
+func postrider() int {
+	app := &cli.App{Schema: schema, Stdin: os.Stdin, Stdout: os.Stdout, Stderr: os.Stderr}
+	p := process{app}
+	root := app.Root(
+		app.Dev(untilSignal(p.serve)),
+		app.Serve(untilSignal(p.serve)),
+		app.Relay(untilSignal(p.relay)),
+		app.Send(),
+		app.Runs(),
+		app.Rewind(),
+		app.Outbox(),
+		app.Fold(untilSignal(p.fold)),
+		app.Version(),
+	)
+	err := root.ExecuteContext(context.Background())
+	if err == nil {
+		return 0
+	}
+	code, hint := ending(err)
+	app.PrintError(err, cmp.Or(cli.HintOf(err), hint))
+	return code
+}
+
+const (
+	exitFailure     = 1
+	exitUsage       = 2
+	exitNotFound    = 3 // or a database that cannot be used
+	exitConflict    = 4
+	exitUnreachable = 5
+	exitTryLater    = 6
+	exitTimeout     = 124
+)
+
+var errOtherNode = errors.New("the database of another node")
+
+// endings has the exit code of each error that means something to a caller, and what the reader can do where the command
+// does not know better. The first match counts.
+var endings = []struct {
+	err  error
+	code int
+	hint string
+}{
+	{executor.ErrInvalid, exitUsage, ""},
+	{sqlite.ErrNotFound, exitNotFound, "postrider dev and postrider serve make a database; --db FILE names another one"},
+	{sqlite.ErrForeign, exitNotFound, "--db FILE names the database"},
+	{sqlite.ErrNewer, exitNotFound, "use the version of postrider that wrote it, or a later one"},
+	{executor.ErrNotFound, exitNotFound, ""},
+	{fold.ErrNotFound, exitNotFound, ""},
+	{os.ErrNotExist, exitNotFound, ""},
+	{sqlite.ErrLocked, exitConflict, "end that process first, or choose another database with --db FILE"},
+	{fold.ErrOtherName, exitConflict, "leave --name out, or choose another database with --db FILE"},
+	{errOtherNode, exitConflict, "leave --node out, or choose another database with --db FILE"},
+	{executor.ErrConflict, exitConflict, ""},
+	{syscall.EADDRINUSE, exitConflict, "is another postrider dev running? --mqtt 127.0.0.1:0 takes a free port"},
+	{mqtt.ErrUnreachable, exitUnreachable, "does the broker run at this address?"},
+	{sqlite.ErrBusy, exitTryLater, "try again"},
+	{context.DeadlineExceeded, exitTimeout, ""},
+}
+
+func ending(err error) (code int, hint string) {
+	if _, ok := errors.AsType[*cli.UsageError](err); ok {
+		return exitUsage, ""
+	}
+	for _, e := range endings {
+		if errors.Is(err, e.err) {
+			return e.code, e.hint
+		}
+	}
+	return exitFailure, ""
+}
+
+// shutdownLimit bounds an orderly end, whatever a broker, an agent or a disk does.
+const shutdownLimit = 10 * time.Second
+
+// lastCall is how long dev's fold goes on after the relay. What it misses is shipped again at the next start.
+const lastCall = 300 * time.Millisecond
+
+// untilSignal gives a command that runs until it is told to end an orderly end: the first SIGINT or SIGTERM ends its
+// context, the second ends the process at once. Other commands die of the first: all they write is one transaction.
+func untilSignal[T any](command func(context.Context, T) error) func(context.Context, T) error {
+	return func(ctx context.Context, o T) error {
+		ctx, cancel := context.WithCancel(ctx)
+		defer cancel()
+		// Not the default effect for the second one: a shell starts what it puts into the background with SIGINT ignored.
+		signals := make(chan os.Signal, 2)
+		signal.Notify(signals, syscall.SIGINT, syscall.SIGTERM)
+		go func() {
+			<-signals
+			cancel()
+			select {
+			case <-signals:
+			case <-time.After(shutdownLimit):
+				fmt.Fprintf(os.Stderr, "postrider: the end took longer than %s\n", shutdownLimit)
+			}
+			os.Exit(exitFailure)
+		}()
+		err := command(ctx, o)
+		if ctx.Err() != nil && errors.Is(err, context.Canceled) {
+			err = nil // told to end before it had begun
+		}
+		return err
+	}
+}
+
+// process has one method for each command that goes on until it is told to end.
+type process struct{ app *cli.App }
+
+// serve runs a node until ctx ends:
+//
+//	 send, rewind (other processes)
+//	       │ rows, found by poll
+//	┌──────▼────────────── one SQLite file ───────────────────┐
+//	│ runs, inbox, checkpoints                         outbox │
+//	└──▲──────────────────────────────────────────────────▲───┘
+//	   │ each step in one transaction                     │ drain, ack            (dev: in this process)
+//	┌──┴───────┐   Notify: a bell, nothing else   ┌───────┴──┐  QoS 1  ┌────────┐  events  ┌──────┐
+//	│ executor ├──────────────────────────────────▶  relay   ├─────────▶ broker ├──────────▶ fold │
+//	└──▲───────┘                                  └──────────┘         └────────┘          └──┬───┘
+//	   │ steps, effects                                                           its own SQLite file
+//	┌──▼─────┐
+//	│ agents │
+//	└────────┘
+//
+// Actors of the group are the executor, the relay and the fold. The relay's place returns only when interrupted, whatever
+// becomes of its sessions, and the fold's after the relay's; an executor that ends takes both with it. The agents end
+// after the executor returned, the stores after all actors, dev's broker last.
+func (p process) serve(ctx context.Context, n cli.Node) (err error) {
+	log := p.app.Log
+	agents, err := host(n, log)
+	if err != nil {
+		return err
+	}
+	if n.Embedded != "" {
+		broker, err := devbroker.Start(n.Embedded, log)
+		if err != nil {
+			return err
+		}
+		defer broker.Close()
+		n.Broker = broker.URL()
+	}
+	if err := checkBroker(n.Broker, n.NoRelay); err != nil {
+		return err
+	}
+	node, err := openNode(ctx, n, log)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, node.close()) }()
+	var events *foldStore // dev only
+	if n.FoldDB != "" {
+		if events, err = openFold(ctx, n.FoldDB, "", log); err != nil {
+			return err
+		}
+		defer func() { err = errors.Join(err, events.close()) }()
+		if err := events.announce(ctx, n.Broker, n.Topics); err != nil {
+			return err
+		}
+		// The broker that the last process had took with it what it had not delivered yet.
+		again, err := outbox.New(node.store, node.id.Name).Reship(ctx, func(ctx context.Context, key record.BranchKey) (int64, error) {
+			return events.Held(ctx, node.id.Name, key)
+		})
+		if err != nil {
+			return err
+		}
+		if again > 0 {
+			log.Info("shipping again what did not arrive before the last end", "records", again)
+		}
+	}
+
+	var g run.Group
+	notify := func() {}
+	shipping, shipped := context.WithCancel(context.WithoutCancel(ctx)) // ends when the relay has returned
+	defer shipped()
+	if !n.NoRelay {
+		r := node.relay(n.Broker, n.Topics, log)
+		notify = r.Notify
+		ctx, cancel := context.WithCancel(ctx)
+		g.Add(func() error { defer shipped(); return r.Run(ctx) }, func(error) { cancel() })
+	}
+	{
+		e := executor.New(node.store, node.id.Name, agents.hosted(), executor.Options{
+			Workers: n.Workers, MaxAttempts: n.MaxAttempts, DeadLetter: n.DeadLetter, MaxContinue: n.MaxContinue, MaxRecord: n.MaxRecord,
+			Topics: n.Topics, Notify: notify, Logger: log,
+		})
+		ctx, cancel := context.WithCancel(ctx)
+		g.Add(func() error { return errors.Join(e.Run(ctx), agents.close()) }, func(error) { cancel() })
+	}
+	if events != nil {
+		sub, err := fold.NewSubscriber(events.Fold, fold.SubscriberOptions{Broker: mqtt.Options{Broker: n.Broker}, Topics: n.Topics})
+		if err != nil {
+			return err
+		}
+		// The relay is told to end, the fold follows: the broker forgets what the fold has not taken in by its own end.
+		ctx, cancel := context.WithCancel(context.WithoutCancel(ctx))
+		context.AfterFunc(shipping, func() { time.AfterFunc(lastCall, cancel) })
+		g.Add(func() error { return sub.Run(ctx) }, func(error) {})
+	}
+	log.Info("node runs", "node", node.id.Name, "db", n.DB, "agents", strings.Join(slices.Sorted(maps.Keys(agents)), ","))
+	if events != nil {
+		log.Info("to try it, run this in another terminal", "command", example(n))
+	}
+	return g.Run()
+}
+
+// relay ships the records of a node that serve --no-relay runs, or that is stopped.
+func (p process) relay(ctx context.Context, o cli.Relay) (err error) {
+	if err := checkBroker(o.Broker, false); err != nil {
+		return err
+	}
+	store, id, err := openStore(ctx, o.DB, "", p.app.Log)
+	if err != nil {
+		return err
+	}
+	node := &node{store: store, id: id, db: o.DB}
+	defer func() { err = errors.Join(err, node.close()) }()
+	p.app.Log.Info("relay runs", "node", id.Name, "db", o.DB, "broker", shown(o.Broker))
+	return node.relay(o.Broker, o.Topics, p.app.Log).Run(ctx)
+}
+
+// fold counts what nodes ship.
+func (p process) fold(ctx context.Context, o cli.Fold) (err error) {
+	if err := checkBroker(o.Broker, false); err != nil {
+		return err
+	}
+	f, err := openFold(ctx, o.DB, o.Name, p.app.Log)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, f.close()) }()
+	sub, err := fold.NewSubscriber(f.Fold, fold.SubscriberOptions{Broker: mqtt.Options{Broker: o.Broker}, Topics: o.Topics,
+		Partitions: o.Partitions, Tenant: o.Tenant})
+	if err != nil {
+		return err
+	}
+	p.app.Log.Info("fold runs", "fold", f.Name(), "db", o.DB, "broker", shown(o.Broker))
+	return sub.Run(ctx)
+}
+
+// node is an open node database, and the lock of the one process that runs it.
+type node struct {
+	store *sqlite.Store
+	id    sqlite.Node
+	db    string
+	lock  *sqlite.Lock // nil for a relay
+}
+
+func openNode(ctx context.Context, n cli.Node, log *slog.Logger) (*node, error) {
+	store, id, err := openStore(ctx, n.DB, cmp.Or(n.Name, n.NewName), log)
+	if errors.Is(err, sqlite.ErrNotFound) && n.Name == "" && n.NewName == "" {
+		return nil, cli.WithHint(&cli.UsageError{Err: err}, "the first start makes the database and needs --node NAME")
+	}
+	if err != nil {
+		return nil, err
+	}
+	if n.Name != "" && n.Name != id.Name {
+		return nil, errors.Join(fmt.Errorf("%s is %w: %s, not %s", n.DB, errOtherNode, id.Name, n.Name), store.Close())
+	}
+	lock, err := takeLock(n.DB, "node")
+	if err != nil {
+		return nil, errors.Join(err, store.Close())
+	}
+	return &node{store, id, n.DB, lock}, nil
+}
+
+// openStore opens a node database. One that is missing is made for the node newName; "" makes none.
+func openStore(ctx context.Context, db, newName string, log *slog.Logger) (*sqlite.Store, sqlite.Node, error) {
+	store, err := sqlite.Open(ctx, db, sqlite.NodeSchema(schema, newName, db), sqlite.Options{Create: newName != "", Logger: log})
+	if err != nil {
+		return nil, sqlite.Node{}, err
+	}
+	id, err := sqlite.ReadNode(ctx, store)
+	if err != nil {
+		return nil, sqlite.Node{}, errors.Join(err, store.Close())
+	}
+	return store, id, nil
+}
+
+func (n *node) close() error {
+	err := n.store.Close()
+	if n.lock != nil {
+		err = errors.Join(err, n.lock.Release())
+	}
+	return err
+}
+
+func (n *node) relay(broker string, topics record.Topics, log *slog.Logger) *relay.Relay {
+	o := mqtt.Options{Broker: broker, ClientID: n.id.ClientID}
+	dial := func(ctx context.Context) (relay.Conn, error) {
+		c, err := mqtt.Dial(ctx, o)
+		if err != nil {
+			return nil, err // not c: a nil *mqtt.Client would be a Conn that is not nil
+		}
+		return c, nil
+	}
+	return relay.New(outbox.New(n.store, n.id.Name), topics, canonical(n.db)+".relay", dial, relay.Options{Logger: log})
+}
+
+// foldStore is an open fold database, and the lock of the one process that subscribes for it: two with one client id
+// would cut each other off for ever.
+type foldStore struct {
+	*fold.Fold
+	lock *sqlite.Lock
+}
+
+func openFold(ctx context.Context, db, name string, log *slog.Logger) (*foldStore, error) {
+	f, err := fold.Open(ctx, db, fold.Options{Name: name, Store: sqlite.Options{Create: true, Logger: log}})
+	if err != nil {
+		return nil, err
+	}
+	lock, err := takeLock(db, "fold")
+	if err != nil {
+		return nil, errors.Join(err, f.Close())
+	}
+	return &foldStore{f, lock}, nil
+}
+
+// announce has a fresh broker keep a session for the fold. What is published before the first subscription reaches
+// nobody, and the relay may be faster than the fold.
+func (f *foldStore) announce(ctx context.Context, broker string, topics record.Topics) error {
+	all := make([]int, record.Partitions)
+	for p := range all {
+		all[p] = p
+	}
+	s, err := mqtt.Subscribe(ctx, mqtt.Options{Broker: broker, ClientID: f.ClientID()}, mqtt.Subscription{Filters: topics.EventsFilters("", all)})
+	if err != nil {
+		return err
+	}
+	s.Close()
+	return nil
+}
+
+func (f *foldStore) close() error { return errors.Join(f.Close(), f.lock.Release()) }
+
+// takeLock takes the lock file beside a database that the one process of a kind holds.
+func takeLock(db, what string) (*sqlite.Lock, error) {
+	host, err := os.Hostname()
+	if err != nil {
+		host = "?"
+	}
+	l, err := sqlite.TakeLock(canonical(db)+"."+what, fmt.Sprintf("%d@%s", os.Getpid(), host))
+	if errors.Is(err, sqlite.ErrLocked) {
+		err = fmt.Errorf("%s has a running %s: %w", db, what, err)
+	}
+	return l, err
+}
+
+// canonical is the one name of a file that all its links share: locks must exclude each other by any of them.
+func canonical(path string) string {
+	if real, err := filepath.EvalSymlinks(path); err == nil {
+		return real
+	}
+	return path
+}
+
+// checkBroker refuses an address that no session could ever be had with.
+func checkBroker(url string, none bool) error {
+	if none {
+		return nil
+	}
+	if _, err := mqtt.ParseBroker(url); err != nil {
+		return &cli.UsageError{Err: err}
+	}
+	return nil
+}
+
+// shown is a broker's address without its password.
+func shown(broker string) string {
+	u, err := mqtt.ParseBroker(broker)
+	if err != nil {
+		return "?"
+	}
+	return u.Redacted()
+}
+
+// agents are the agents of a node by name.
+type agents map[string]kind.Hosted
+
+func host(n cli.Node, log *slog.Logger) (agents, error) {
+	all := agents{}
+	for _, s := range n.Agents {
+		name, what, spec, err := kind.ParseSpec(s)
+		if err != nil {
+			return nil, &cli.UsageError{Err: err}
+		}
+		if all[name] != nil {
+			return nil, cli.Usagef("agent %s is given twice", name)
+		}
+		all[name], err = kind.New(what, name, spec, kind.ExecOptions{Procs: n.Procs, StepTimeout: n.StepTimeout, Logger: log})
+		if err != nil {
+			return nil, &cli.UsageError{Err: err}
+		}
+	}
+	return all, nil
+}
+
+func (a agents) hosted() map[string]agent.Agent {
+	m := make(map[string]agent.Agent, len(a))
+	for name, h := range a {
+		m[name] = h
+	}
+	return m
+}
+
+// close ends the agents side by side. No step is in hand any more. What is left of shutdownLimit is enough: the executor
+// takes 2 s for steps to end and 2 s to kill the others.
+func (a agents) close() error {
+	ctx, cancel := context.WithTimeout(context.Background(), shutdownLimit/2)
+	defer cancel()
+	errs := make(chan error, len(a))
+	for _, h := range a {
+		go func() { errs <- h.Close(ctx) }()
+	}
+	var err error
+	for range a {
+		err = errors.Join(err, <-errs)
+	}
+	return err
+}
+
+// example is a command that gives the first agent an input.
+func example(n cli.Node) string {
+	name, _, _ := strings.Cut(n.Agents[0], "=")
+	self := "postrider"
+	if strings.Contains(filepath.ToSlash(os.Args[0]), "/go-build") {
+		self = "go run ."
+	}
+	c := self + " send " + name + " run-1"
+	if n.DB != "postrider.db" {
+		c += " --db " + n.DB
+	}
+	return c
+}
