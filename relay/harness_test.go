@@ -124,8 +124,8 @@ func newNode(t *testing.T) *node {
 	})
 	n := &node{t: t, ctx: ctx, store: store, box: outbox.New(store, nodeName), reg: prometheus.NewRegistry()}
 	n.reg.MustRegister(n.box)
-	n.start(executor.New(store, nodeName, map[string]agent.Agent{"worker": agent.Func(work)}, executor.Options{Notify: n.ring}).Run)
-	mqtttest.Eventually(t, "the agent is hosted", func() bool { return n.count("SELECT count(*) FROM agent") == 1 })
+	n.start(executor.New(store, nodeName, map[string]agent.Agent{"worker": agent.Func(work), "mixed": agent.Func(mix)}, executor.Options{Notify: n.ring}).Run)
+	mqtttest.Eventually(t, "the agent is hosted", func() bool { return n.count("SELECT count(*) FROM agent") == 2 })
 	return n
 }
 
@@ -195,6 +195,15 @@ func work(_ context.Context, s agent.Step) (agent.Effects, error) {
 		e.Next = agent.Done
 	}
 	return e, nil
+}
+
+// mix is an agent that emits one record of each kind.
+func mix(context.Context, agent.Step) (agent.Effects, error) {
+	return agent.Effects{
+		Events:   []agent.Event{{Type: "e", Data: []byte(`{"a": 0.10}`)}},
+		Commands: []agent.Command{{Agent: "billing@hq", Run: "inv-7", Type: "charge", ID: "c-1"}},
+		Messages: []agent.Message{{Topic: "plant/lamp/set", Payload: []byte{0, 255}, Retain: true}},
+	}, nil
 }
 
 type runKey struct{ tenant, run string }

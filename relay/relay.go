@@ -116,7 +116,9 @@ func (r *Relay) Run(ctx context.Context) error {
 			lock, end.err = sqlite.TakeLock(r.lockPath, holder())
 		}
 		if lock != nil {
-			end = r.runSession(ctx)
+			if err := guard(func() error { end = r.runSession(ctx); return nil })(); err != nil {
+				end.err = err
+			}
 		}
 		if ctx.Err() != nil {
 			break

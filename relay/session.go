@@ -287,7 +287,10 @@ func (s *session) settle(ctx context.Context, stop <-chan struct{}) (err error) 
 		for f.delivery == nil {
 			select {
 			case f, open = <-s.flights:
-				if !open {
+				if !open { // the publisher is ending: its reason goes first
+					if stop != nil {
+						<-stop
+					}
 					return nil
 				}
 			case <-flush.C:

@@ -1,0 +1,413 @@
+package relay_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"postrider/executor"
+	"postrider/internal/mqtt"
+	"postrider/internal/mqtttest"
+	"postrider/internal/record"
+	"postrider/internal/sqlite"
+	"postrider/outbox"
+	"postrider/relay"
+)
+
+// fakeConn is a connection whose PUBACKs the test gives.
+type fakeConn struct {
+	answer func(n int, topic string, payload []byte) error // of the nth record; errWithheld: none yet
+	mu     sync.Mutex
+	sent   []*fakeDelivery
+	lost   chan struct{}
+	once   sync.Once
+}
+
+var errWithheld = errors.New("withheld")
+
+type fakeDelivery struct {
+	topic   string
+	payload string
+	retain  bool
+	done    chan struct{}
+	err     error
+}
+
+func (d *fakeDelivery) Done() <-chan struct{} { return d.done }
+func (d *fakeDelivery) Error() error          { <-d.done; return d.err }
+
+func newFakeConn(answer func(n int, topic string, payload []byte) error) *fakeConn {
+	return &fakeConn{answer: answer, lost: make(chan struct{})}
+}
+
+func (c *fakeConn) Publish(topic string, retain bool, payload []byte) mqtt.Delivery {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	d := &fakeDelivery{topic: topic, payload: string(payload), retain: retain, done: make(chan struct{})}
+	c.sent = append(c.sent, d)
+	if err := c.answer(len(c.sent), topic, payload); !errors.Is(err, errWithheld) {
+		d.err = err
+		close(d.done)
+	}
+	return d
+}
+func (c *fakeConn) Lost() <-chan struct{} { return c.lost }
+func (c *fakeConn) Err() error            { return mqtt.ErrPeerClosed }
+func (c *fakeConn) Close()                {}
+func (c *fakeConn) Kill()                 { c.once.Do(func() { close(c.lost) }) }
+
+func (c *fakeConn) published() int {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return len(c.sent)
+}
+
+// release gives all withheld PUBACKs.
+func (c *fakeConn) release() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for _, d := range c.sent {
+		select {
+		case <-d.done:
+		default:
+			close(d.done)
+		}
+	}
+}
+
+func ack(int, string, []byte) error      { return nil }
+func withhold(int, string, []byte) error { return errWithheld }
+
+// lonely is a relay over connections that the test makes.
+func lonely(n *node, lockPath string, dial func(context.Context) (relay.Conn, error), o relay.Options) *relay.Relay {
+	if o.BackoffMax == 0 {
+		o.BackoffMax = 50 * time.Millisecond
+	}
+	return relay.New(n.box, record.Topics{Root: root}, lockPath, dial, o)
+}
+
+func always(c relay.Conn) func(context.Context) (relay.Conn, error) {
+	return func(context.Context) (relay.Conn, error) { return c, nil }
+}
+
+func (n *node) lock() string { return n.store.Path() + ".relay" }
+
+// filled is a node with a backlog of two runs.
+func filled(t *testing.T) *node {
+	t.Helper()
+	n, keys := newNode(t), someRuns(2, 1)
+	n.feed(keys, 10, "go")
+	n.await(keys, "idle")
+	return n
+}
+
+func TestSecondRelayIsRefusedNamesTheHolderAndTakesOver(t *testing.T) {
+	n := filled(t)
+	first := newFakeConn(withhold)
+	stop := n.start(lonely(n, n.lock(), always(first), relay.Options{}).Run)
+	mqtttest.Eventually(t, "the first one publishes", func() bool { return first.published() > 0 })
+	var log bytes.Buffer
+	second := newFakeConn(ack)
+	var mu sync.Mutex
+	logger := slog.New(slog.NewTextHandler(&lockedWriter{mu: &mu, w: &log}, nil))
+	n.start(lonely(n, n.lock(), always(second), relay.Options{Logger: logger}).Run)
+	mqtttest.Eventually(t, "the second one says who holds the lock", func() bool {
+		mu.Lock()
+		defer mu.Unlock()
+		return strings.Contains(log.String(), fmt.Sprintf("locked by %d@", os.Getpid()))
+	})
+	if n := second.published(); n != 0 {
+		t.Errorf("the second one published %d records", n)
+	}
+	stop()
+	n.awaitShipped()
+	if second.published() == 0 {
+		t.Error("the second one never took over")
+	}
+}
+
+type lockedWriter struct {
+	mu *sync.Mutex
+	w  *bytes.Buffer
+}
+
+func (l *lockedWriter) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.w.Write(p)
+}
+
+// With the lock taken away under it, a relay whose PUBACKs come late finds a newer lease and changes nothing.
+func TestStaleRelayChangesNothing(t *testing.T) {
+	n := filled(t)
+	stale := newFakeConn(withhold)
+	reg := prometheus.NewRegistry()
+	// After its session ended it would lease anew and fence the other; the long pause keeps it from that.
+	stop := n.start(lonely(n, n.lock(), always(stale), relay.Options{Metrics: reg, BackoffMin: time.Hour, BackoffMax: time.Hour, AckTimeout: time.Hour}).Run)
+	mqtttest.Eventually(t, "it has records in flight", func() bool { return stale.published() > 5 })
+	if err := os.Remove(n.lock()); err != nil {
+		t.Fatal(err)
+	}
+	fresh := newFakeConn(func(i int, _ string, _ []byte) error {
+		if i > 10 {
+			return errWithheld
+		}
+		return nil
+	})
+	n.start(lonely(n, n.lock(), always(fresh), relay.Options{AckTimeout: time.Hour}).Run)
+	mqtttest.Eventually(t, "the fresh one ships", func() bool { return n.stats().Shipped == 10 })
+	before := n.rows()
+	stale.release()
+	mqtttest.Eventually(t, "the stale one has noticed", func() bool { return value(t, reg, "postrider_relay_restarts_total", "fenced") == 1 })
+	stop()
+	if after := n.rows(); after != before {
+		t.Errorf("the stale relay changed the store from\n%s\nto\n%s", before, after)
+	}
+	fresh.release()
+	n.awaitShipped()
+}
+
+// rows is everything that a relay writes.
+func (n *node) rows() string {
+	n.t.Helper()
+	var b strings.Builder
+	for _, query := range []string{
+		"SELECT id, shipped, deliveries, COALESCE(last_error, '') FROM branch ORDER BY id",
+		"SELECT seq, branch, upto, '' FROM ship_log ORDER BY seq",
+		"SELECT fence, COALESCE(next_us, 0), 0, COALESCE(last_error, '') FROM relay_lease",
+		"SELECT branch, lsn, attempts, reason FROM dead ORDER BY branch, lsn",
+	} {
+		rows, err := n.store.Reader().QueryContext(n.ctx, query)
+		if err != nil {
+			n.t.Fatal(err)
+		}
+		for rows.Next() {
+			var a, c, d int64
+			var s string
+			if err := rows.Scan(&a, &c, &d, &s); err != nil {
+				n.t.Fatal(err)
+			}
+			fmt.Fprintln(&b, a, c, d, s)
+		}
+		if err := errors.Join(rows.Err(), rows.Close()); err != nil {
+			n.t.Fatal(err)
+		}
+	}
+	return b.String()
+}
+
+func value(t *testing.T, reg *prometheus.Registry, name, label string) float64 {
+	t.Helper()
+	families, err := reg.Gather()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, f := range families {
+		for _, m := range f.GetMetric() {
+			if f.GetName() == name && (label == "" || len(m.GetLabel()) > 0 && m.GetLabel()[0].GetValue() == label) {
+				return m.GetCounter().GetValue() + m.GetGauge().GetValue()
+			}
+		}
+	}
+	t.Fatalf("no metric %s %s", name, label)
+	return 0
+}
+
+func TestFailedDeliveryStaysPendingAndIsRecorded(t *testing.T) {
+	n := filled(t)
+	pending := n.stats().Pending
+	var sessions atomic.Int64
+	stop := n.start(lonely(n, n.lock(), func(context.Context) (relay.Conn, error) {
+		sessions.Add(1)
+		return newFakeConn(func(int, string, []byte) error { return fmt.Errorf("publish: %w", mqtt.ErrPeerClosed) }), nil
+	}, relay.Options{}).Run)
+	mqtttest.Eventually(t, "several sessions failed", func() bool { return n.count("SELECT max(deliveries) FROM branch") >= 3 })
+	stop()
+	if s := n.stats(); s.Pending != pending || s.Shipped != 0 {
+		t.Errorf("%+v after %d failed sessions, %d were pending", s, sessions.Load(), pending)
+	}
+	if c := n.count("SELECT count(*) FROM branch WHERE attempts = 0 AND attempt_us > 0 AND last_error LIKE '%closed the connection%'"); c == 0 {
+		t.Error("the failure is not recorded with its branch")
+	}
+	if c := n.count("SELECT count(*) FROM branch WHERE attempts <> 0 OR hold_us IS NOT NULL"); c != 0 {
+		t.Error("an outage counts as an attempt")
+	}
+	if c := n.count("SELECT count(*) FROM relay_lease WHERE last_error LIKE '%closed the connection%' AND next_us > since_us"); c != 1 {
+		t.Error("the failure and the next try are not recorded with the lease")
+	}
+	n.start(lonely(n, n.lock(), always(newFakeConn(ack)), relay.Options{}).Run)
+	n.awaitShipped()
+	if c := n.count("SELECT count(*) FROM branch WHERE deliveries > 0 OR last_error IS NOT NULL"); c != 0 {
+		t.Error("what was recorded is not cleared by success")
+	}
+}
+
+func TestFailedAcknowledgementRedelivers(t *testing.T) {
+	n := filled(t)
+	var broken atomic.Int64
+	broken.Store(3)
+	store, err := sqlite.Open(n.ctx, n.store.Path(), sqlite.NodeSchema("", nodeName, n.store.Path()), sqlite.Options{BeforeStatement: func(query string) error {
+		if strings.HasPrefix(query, "UPDATE branch SET shipped") && broken.Add(-1) >= 0 {
+			return errors.New("the disk is bad")
+		}
+		return nil
+	}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { store.Close() })
+	conn, reg := newFakeConn(ack), prometheus.NewRegistry()
+	n.start(relay.New(outbox.New(store, nodeName), record.Topics{Root: root}, n.lock(), always(conn), relay.Options{BackoffMax: 50 * time.Millisecond, Metrics: reg}).Run)
+	n.awaitShipped()
+	if broken.Load() >= 0 {
+		t.Fatal("no acknowledgement failed")
+	}
+	if again := value(t, reg, "postrider_relay_redelivered_total", ""); again == 0 || conn.published() <= int(n.stats().Shipped) {
+		t.Errorf("%d records published for %d shipped, %v counted as redelivered", conn.published(), n.stats().Shipped, again)
+	}
+}
+
+// The relay's place ends with its context and for nothing else.
+func TestRunReturnsOnlyWhenInterrupted(t *testing.T) {
+	n := filled(t)
+	for name, dial := range map[string]func(context.Context) (relay.Conn, error){
+		"no broker":    func(context.Context) (relay.Conn, error) { return nil, mqtt.ErrUnreachable },
+		"refused":      func(context.Context) (relay.Conn, error) { return nil, &mqtt.RefusedError{Code: 5} },
+		"panic":        func(context.Context) (relay.Conn, error) { panic("a bug in dial") },
+		"late panic":   always(newFakeConn(func(int, string, []byte) error { panic("a bug in publish") })),
+		"hanging dial": func(ctx context.Context) (relay.Conn, error) { <-ctx.Done(); return nil, ctx.Err() },
+	} {
+		t.Run(name, func(t *testing.T) {
+			var dials atomic.Int64
+			r := lonely(n, filepath.Join(t.TempDir(), "lock"), func(ctx context.Context) (relay.Conn, error) {
+				dials.Add(1)
+				return dial(ctx)
+			}, relay.Options{BackoffMin: time.Millisecond, BackoffMax: 2 * time.Millisecond})
+			ctx, cancel := context.WithCancel(n.ctx)
+			done := make(chan error, 1)
+			go func() { done <- r.Run(ctx) }()
+			mqtttest.Eventually(t, "it has tried", func() bool {
+				select {
+				case err := <-done:
+					t.Fatalf("Run returned %v", err)
+				default:
+				}
+				return dials.Load() >= 5 || name == "hanging dial" && dials.Load() == 1
+			})
+			cancel()
+			select {
+			case err := <-done:
+				if err != nil {
+					t.Errorf("Run returned %v", err)
+				}
+			case <-time.After(patience):
+				t.Fatal("Run does not end")
+			}
+		})
+	}
+	t.Run("no lock to be had", func(t *testing.T) {
+		r := lonely(n, "/nowhere/at/all", always(newFakeConn(ack)), relay.Options{BackoffMin: time.Millisecond, BackoffMax: 2 * time.Millisecond})
+		ctx, cancel := context.WithTimeout(n.ctx, 50*time.Millisecond)
+		defer cancel()
+		if err := r.Run(ctx); err != nil || ctx.Err() == nil {
+			t.Errorf("Run returned %v before its context ended", err)
+		}
+	})
+	if s := n.stats(); s.Shipped != 0 {
+		t.Errorf("%d records are shipped", s.Shipped)
+	}
+}
+
+// At the end PUBACKs of what is in flight are waited for and settled.
+func TestEndSettlesWhatIsInFlight(t *testing.T) {
+	n := filled(t)
+	conn := newFakeConn(withhold)
+	ctx, cancel := context.WithCancel(n.ctx)
+	done := make(chan error, 1)
+	r := lonely(n, n.lock(), always(conn), relay.Options{Grace: patience, AckTimeout: time.Hour})
+	go func() { done <- r.Run(ctx) }()
+	total := int(n.stats().Pending)
+	mqtttest.Eventually(t, "all is in flight", func() bool { return conn.published() == total })
+	cancel()
+	conn.release()
+	if err := <-done; err != nil {
+		t.Fatal(err)
+	}
+	if s := n.stats(); s.Pending != 0 {
+		t.Errorf("%d records with a PUBACK are pending", s.Pending)
+	}
+}
+
+// A broker that says nothing more is given up, and the grace period bounds the end.
+func TestSilenceEndsTheSession(t *testing.T) {
+	n := filled(t)
+	reg := prometheus.NewRegistry()
+	stop := n.start(lonely(n, n.lock(), func(context.Context) (relay.Conn, error) { return newFakeConn(withhold), nil },
+		relay.Options{AckTimeout: 20 * time.Millisecond, Grace: 10 * time.Millisecond, Metrics: reg}).Run)
+	mqtttest.Eventually(t, "two sessions were given up", func() bool { return value(t, reg, "postrider_relay_restarts_total", "timeout") >= 2 })
+	stop()
+	if s := n.stats(); s.Shipped != 0 {
+		t.Errorf("%d records are shipped", s.Shipped)
+	}
+}
+
+func TestWindowBoundsWhatIsInFlight(t *testing.T) {
+	n := filled(t)
+	conn := newFakeConn(withhold)
+	n.start(lonely(n, n.lock(), always(conn), relay.Options{Window: 7, AckTimeout: time.Hour, Grace: time.Millisecond}).Run)
+	mqtttest.Eventually(t, "the window is full", func() bool { return conn.published() == 7 })
+	for n.stats().Pending > 0 {
+		conn.release()
+		conn.mu.Lock()
+		open := 0
+		for _, d := range conn.sent {
+			select {
+			case <-d.done:
+			default:
+				open++
+			}
+		}
+		conn.mu.Unlock()
+		if open > 7 {
+			t.Fatalf("%d records in flight in a window of 7", open)
+		}
+	}
+}
+
+// Each kind of record goes to its topic in its form.
+func TestRecordsGoToTheirTopics(t *testing.T) {
+	n := newNode(t)
+	_, err := executor.Submit(n.ctx, n.store, executor.Input{Tenant: "t", Agent: "mixed", Run: "r", ID: "1", Type: "go", Data: []byte("1"), Source: "cli"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	conn := newFakeConn(ack)
+	n.start(lonely(n, n.lock(), always(conn), relay.Options{}).Run)
+	mqtttest.Eventually(t, "all is published", func() bool { return conn.published() == 4 })
+	conn.mu.Lock()
+	defer conn.mu.Unlock()
+	events := record.Topics{Root: root}.Events("t", nodeName, "r")
+	if e := conn.sent[1]; e.topic != events || e.retain || !strings.HasSuffix(e.payload, `"data":{"a": 0.10}}`) {
+		t.Errorf("event: %+v", e)
+	}
+	c := conn.sent[2]
+	r, err := record.ParseCloudEvent([]byte(c.payload))
+	if err != nil || c.topic != root+"/v1/t/nodes/hq/inbox" || c.retain || r.Kind != record.Command || r.ToAgent != "billing" || r.ToRun != "inv-7" ||
+		r.InputID != "pr:"+nodeName+"/t/r/c-1" || r.Hops != 1 || r.LSN != 3 {
+		t.Errorf("command: %+v, %+v, %v", c, r, err)
+	}
+	if m := conn.sent[3]; m.topic != "plant/lamp/set" || !m.retain || m.payload != "\x00\xff" {
+		t.Errorf("message: %+v", m)
+	}
+}
