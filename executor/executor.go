@@ -187,7 +187,7 @@ const readyQuery = "SELECT id, wake_us FROM run WHERE status IN ('ready', 'waiti
 func (e *Executor) schedule(ctx, steps context.Context, wg *sync.WaitGroup) (time.Duration, error) {
 	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
 	defer cancel()
-	rows, err := e.store.Reader().QueryContext(ctx, readyQuery, 2*e.o.Workers+1)
+	rows, err := e.store.Query(ctx, readyQuery, 2*e.o.Workers+1)
 	if err != nil {
 		return e.o.Poll, err
 	}

@@ -107,7 +107,7 @@ const backloggedQuery = `WITH RECURSIVE t (tenant) AS (
 
 // backlogged lists the tenants with pending records, by one index step each.
 func (o *Outbox) backlogged(ctx context.Context) ([]string, error) {
-	rows, err := o.store.Reader().QueryContext(ctx, backloggedQuery)
+	rows, err := o.store.Query(ctx, backloggedQuery)
 	if err != nil {
 		return nil, fmt.Errorf("list backlogged tenants: %w", err)
 	}
@@ -217,7 +217,7 @@ func (o *Outbox) turn(ctx context.Context, tenant string, after *Cursor) (*turn,
 const newestQuery = "SELECT COALESCE(max(backlog_id), 0) FROM branch WHERE tenant = ? AND shipped < exportable"
 
 func (o *Outbox) newest(ctx context.Context, tenant string) (id int64, err error) {
-	if err := o.store.Reader().QueryRowContext(ctx, newestQuery, tenant).Scan(&id); err != nil {
+	if err := o.store.Get(ctx, newestQuery, []any{tenant}, &id); err != nil {
 		return 0, fmt.Errorf("find newest backlog of %s: %w", tenant, err)
 	}
 	return id, nil
@@ -229,7 +229,7 @@ const candidatesQuery = `SELECT b.id, b.gen, b.epoch, b.shipped, b.shipped_bytes
 	WHERE b.tenant = ? AND b.shipped < b.exportable AND b.backlog_id > ? AND b.backlog_id <= ? ORDER BY b.backlog_id LIMIT ?`
 
 func (o *Outbox) candidates(ctx context.Context, tenant string, after, upTo int64, limit int) ([]candidate, error) {
-	rows, err := o.store.Reader().QueryContext(ctx, candidatesQuery, tenant, after, upTo, limit)
+	rows, err := o.store.Query(ctx, candidatesQuery, tenant, after, upTo, limit)
 	if err != nil {
 		return nil, fmt.Errorf("list backlogged branches of %s: %w", tenant, err)
 	}
@@ -275,12 +275,12 @@ func (o *Outbox) take(ctx context.Context, tenant string, c candidate, after *Cu
 	}
 	start := c.tail
 	if mark := (hi + stride - 1) / stride * stride; mark <= c.head {
-		err := o.store.Reader().QueryRowContext(ctx, "SELECT id FROM outbox WHERE branch = ? AND lsn = ? AND lsn % 16 = 0", c.id, mark).Scan(&start)
+		err := o.store.Get(ctx, "SELECT id FROM outbox WHERE branch = ? AND lsn = ? AND lsn % 16 = 0", []any{c.id, mark}, &start)
 		if err != nil {
 			return nil, fmt.Errorf("find record %d of branch %s: %w", mark, c.ulid, err)
 		}
 	}
-	rows, err := o.store.Reader().QueryContext(ctx, walkQuery, start, from.lsn, hi, from.bytes+budget)
+	rows, err := o.store.Query(ctx, walkQuery, start, from.lsn, hi, from.bytes+budget)
 	if err != nil {
 		return nil, fmt.Errorf("read branch %s after %d: %w", c.ulid, from.lsn, err)
 	}

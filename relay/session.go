@@ -21,6 +21,7 @@ const (
 	firstBytes = 64 << 10 // the window in bytes at the start of a session; it grows with what is acknowledged
 	mostBytes  = 8 << 20
 	flushAfter = 10 * time.Millisecond // acknowledgements wait this long for company
+	gatherFor  = 4 * time.Millisecond  // between looks at an outbox that was empty a moment ago
 )
 
 var errPanic = errors.New("panic")
@@ -172,6 +173,9 @@ func (s *session) publish(ctx context.Context) error {
 	}()
 	poll := time.NewTicker(s.r.o.Poll)
 	defer poll.Stop()
+	// A trickle is read in batches: a look at the outbox for every single commit would take the steps' processor time.
+	gather := time.NewTicker(gatherFor)
+	defer gather.Stop()
 	fetch()
 	for {
 		batch := wait()
@@ -183,6 +187,11 @@ func (s *session) publish(ctx context.Context) error {
 			case <-ctx.Done():
 				return nil
 			case <-s.r.bell:
+				select {
+				case <-ctx.Done():
+					return nil
+				case <-gather.C:
+				}
 			case <-poll.C:
 			}
 			fetch()

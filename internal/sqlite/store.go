@@ -107,7 +107,8 @@ var setUp = sync.OnceFunc(func() {
 type Store struct {
 	path   string
 	read   *sql.DB
-	writer *writer // nil when read-only
+	stmts  sync.Map // query text → *sql.Stmt of read
+	writer *writer  // nil when read-only
 }
 
 // Open opens the file at path and refuses, untouched, what is not of the wanted kind: ErrNotFound, ErrForeign,
@@ -160,7 +161,9 @@ func Open(ctx context.Context, path string, schema Schema, o Options) (*Store, e
 // Close lets the group in hand end, answers what still waits with ErrClosed, and closes the file. The writer's connection
 // is the last to go: as a reader's, it could not fold the WAL into the file.
 func (s *Store) Close() error {
-	err := s.read.Close()
+	var errs []error
+	s.stmts.Range(func(_, st any) bool { errs = append(errs, st.(*sql.Stmt).Close()); return true })
+	err := errors.Join(append(errs, s.read.Close())...)
 	if s.writer != nil {
 		err = errors.Join(err, s.writer.close())
 	}
@@ -173,6 +176,39 @@ func (s *Store) Path() string { return s.path }
 // Reader is the pool of read-only connections. A query holds a snapshot until its rows are closed, and the WAL grows
 // meanwhile: read soon, under a context with a deadline.
 func (s *Store) Reader() *sql.DB { return s.read }
+
+// Query is Reader's QueryContext for what is asked all the time: the statement is prepared once and kept, so query must
+// come from a small fixed set.
+func (s *Store) Query(ctx context.Context, query string, args ...any) (*sql.Rows, error) {
+	st, err := s.prepared(ctx, query)
+	if err != nil {
+		return nil, err
+	}
+	return st.QueryContext(ctx, args...)
+}
+
+// Get scans the first row of a query, kept like Query's, into dest; sql.ErrNoRows when there is none.
+func (s *Store) Get(ctx context.Context, query string, args []any, dest ...any) error {
+	st, err := s.prepared(ctx, query)
+	if err != nil {
+		return err
+	}
+	return st.QueryRowContext(ctx, args...).Scan(dest...)
+}
+
+func (s *Store) prepared(ctx context.Context, query string) (*sql.Stmt, error) {
+	if st, ok := s.stmts.Load(query); ok {
+		return st.(*sql.Stmt), nil
+	}
+	st, err := s.read.PrepareContext(ctx, query)
+	if err != nil {
+		return nil, err
+	}
+	if first, loaded := s.stmts.LoadOrStore(query, st); loaded {
+		return first.(*sql.Stmt), st.Close()
+	}
+	return st, nil
+}
 
 // Barrier commits a changed row. Everything visible before is durable after it: a process killed inside its fsync
 // leaves rows that the next one can read and that are not on disk yet.
