@@ -52,7 +52,7 @@ func relayProcess(path, broker string) error {
 	if err != nil {
 		return err
 	}
-	return newRelay(store, broker, nil, relay.Options{}).Run(ctx)
+	return newRelay(store, broker, nil, impatient).Run(ctx)
 }
 
 // startRelayProcess runs a relay in a process of its own; kill ends it with SIGKILL and waits.

@@ -179,7 +179,7 @@ func foldsToSingleDeliveryWhenAcksAreLost(t *testing.T) {
 	b := newBacklog(t)
 	// Every connection loses its PUBACKs from some point on; the relay gives each up and starts again.
 	b.proxy.DropPubacks(-1)
-	b.startRelay(b.proxy.Addr(), nil, relay.Options{AckTimeout: 200 * time.Millisecond})
+	b.startRelay(b.proxy.Addr(), nil, impatient)
 	b.proxy.Await("records without PUBACK", func(c mqtttest.Counts) bool { return c.DroppedPubacks > 0 })
 	b.proxy.Await("a second session", func(c mqtttest.Counts) bool { return c.Connects > 1 })
 	if s := b.stats(); s.Shipped != 0 {
@@ -197,6 +197,9 @@ func foldsToSingleDeliveryWhenAcksAreLost(t *testing.T) {
 	b.check()
 }
 
+// impatient gives a connection up soon after its PUBACKs stop; to be early only means another session.
+var impatient = relay.Options{AckTimeout: 300 * time.Millisecond}
+
 // Assertion 6, first way: a panic inside the session, with records in flight.
 func survivesPanicMidBatch(t *testing.T) {
 	b := newBacklog(t)
@@ -210,7 +213,7 @@ func survivesPanicMidBatch(t *testing.T) {
 				panic("a bug in the session")
 			}
 		}}
-	}, relay.Options{})
+	}, impatient)
 	b.check()
 	if panics.Load() == 0 {
 		t.Error("no session panicked")
@@ -231,7 +234,7 @@ func survivesSIGKILLMidBatch(t *testing.T) {
 	kill = startRelayProcess(t, b.store.Path(), b.proxy.Addr())
 	mqtttest.Eventually(t, "something is shipped", func() bool { return b.stats().Shipped > 0 })
 	kill() // perhaps between PUBACK and acknowledgement
-	b.startRelay(b.proxy.Addr(), nil, relay.Options{})
+	b.startRelay(b.proxy.Addr(), nil, impatient)
 	b.check()
 }
 
@@ -239,7 +242,7 @@ func survivesSIGKILLMidBatch(t *testing.T) {
 func survivesCutWithAcksOutstanding(t *testing.T) {
 	b := newBacklog(t)
 	b.proxy.DropPubacks(-1)
-	b.startRelay(b.proxy.Addr(), nil, relay.Options{})
+	b.startRelay(b.proxy.Addr(), nil, impatient)
 	b.proxy.Await("records in flight", func(c mqtttest.Counts) bool { return c.DroppedPubacks > 50 })
 	b.proxy.DropPubacks(0)
 	b.proxy.Cut()
