@@ -62,7 +62,7 @@ CREATE TABLE run (
   updated_us  INTEGER NOT NULL,
   UNIQUE (tenant, name)
 ) STRICT;
-CREATE INDEX run_wake ON run (wake_us, id) WHERE status IN ('ready', 'waiting');
+CREATE INDEX run_wake ON run (agent, wake_us, id) WHERE status IN ('ready', 'waiting');
 CREATE INDEX run_running ON run (id) WHERE status = 'running';
 
 -- A removed run: a later one of that name goes on counting gen.
@@ -188,9 +188,21 @@ CREATE TABLE resend (
   hi           INTEGER NOT NULL CHECK (lo <= hi),
   consumer     TEXT,                                  -- a fold by name; NULL: everybody
   reason       TEXT    NOT NULL,
-  asked_us     INTEGER NOT NULL
+  asked_us     INTEGER NOT NULL,
+  next_us      INTEGER                                -- not before; NULL: now
 ) STRICT;
 CREATE INDEX resend_branch ON resend (branch, consumer);
+
+-- Records that a consumer asked for and did not get, while later ones of the same answer arrived: after some times it
+-- gets a mark instead.
+CREATE TABLE resend_vain (
+  branch       INTEGER NOT NULL,
+  lsn          INTEGER NOT NULL,
+  consumer     TEXT    NOT NULL,
+  times        INTEGER NOT NULL,
+  last_us      INTEGER NOT NULL,
+  PRIMARY KEY (branch, lsn, consumer)
+) STRICT, WITHOUT ROWID;
 
 -- What was shipped, up to where, when, in sequence: a consumer's cursor is (epoch, seq).
 CREATE TABLE ship_log (
@@ -200,7 +212,19 @@ CREATE TABLE ship_log (
   at_us       INTEGER NOT NULL
 ) STRICT;
 
--- Receipts of commands, as ranges per branch, and the state of their re-sending.
+-- Commands that were shipped and whose receiver has not said what became of them: sent again, with growing pauses.
+CREATE TABLE unreceipted (
+  branch      INTEGER NOT NULL,
+  lsn         INTEGER NOT NULL,
+  receiver    TEXT    NOT NULL,                       -- node
+  since_us    INTEGER NOT NULL,                       -- first shipped
+  sends       INTEGER NOT NULL,
+  next_us     INTEGER NOT NULL,
+  PRIMARY KEY (branch, lsn)
+) STRICT, WITHOUT ROWID;
+CREATE INDEX unreceipted_next ON unreceipted (next_us);
+
+-- What receivers said, as ranges per branch.
 CREATE TABLE receipt (
   branch      INTEGER NOT NULL,
   lsn         INTEGER NOT NULL,                       -- first of the range

@@ -132,31 +132,26 @@ func Steps(ctx context.Context, store *sqlite.Store, tenant, run string, before 
 	if err != nil {
 		return nil, fmt.Errorf("list steps of run %s: %w", run, err)
 	}
-	if before == 0 {
-		before = 1 << 62
+	upTo := int64(1<<62) - 1
+	if before != 0 {
+		upTo = before - 1
 	}
 	var list []StepInfo
-	upTo := int64(1 << 62) // the child's fork step
 	for next != 0 && len(list) < limit {
-		var branch, head, forkStep int64
-		if err := tx.QueryRowContext(ctx, "SELECT id, head_id, fork_step, COALESCE(parent, 0) FROM branch WHERE id = ?", next).Scan(&branch, &head, &forkStep, &next); err != nil {
+		var branch, forkStep int64
+		var ulid string
+		if err := tx.QueryRowContext(ctx, "SELECT id, ulid, fork_step, COALESCE(parent, 0) FROM branch WHERE id = ?", next).Scan(&branch, &ulid, &forkStep, &next); err != nil {
 			return nil, fmt.Errorf("list steps of run %s: %w", run, err)
 		}
-		// A branch without a step of its own has its parent's checkpoint as head: the c.branch condition leaves it out.
 		err := func() error {
-			rows, err := tx.QueryContext(ctx, `WITH RECURSIVE walk (id, prev_id, step) AS (
-				SELECT id, prev_id, step FROM checkpoint WHERE id = ?1 AND branch = ?2
-				UNION ALL SELECT c.id, c.prev_id, c.step FROM walk w JOIN checkpoint c ON c.id = w.prev_id)
-				SELECT b.ulid, c.step, COALESCE(i.input_id, ''), COALESCE(i.type, ''), c.lsn, c.next, c.started_us, c.committed_us
-				FROM walk w JOIN checkpoint c ON c.id = w.id JOIN branch b ON b.id = c.branch LEFT JOIN inbox i ON i.id = c.input
-				WHERE c.step < ?3 AND c.step <= ?4 LIMIT ?5`, head, branch, before, upTo, limit-len(list))
+			rows, err := tx.QueryContext(ctx, stepsQuery, branch, upTo, limit-len(list))
 			if err != nil {
 				return err
 			}
 			defer rows.Close()
 			for rows.Next() {
-				var s StepInfo
-				if err := rows.Scan(&s.Branch, &s.Step, &s.Input, &s.InputType, &s.LSN, &s.Next, &s.StartedUS, &s.CommittedUS); err != nil {
+				s := StepInfo{Branch: ulid}
+				if err := rows.Scan(&s.Step, &s.Input, &s.InputType, &s.LSN, &s.Next, &s.StartedUS, &s.CommittedUS); err != nil {
 					return err
 				}
 				list = append(list, s)
@@ -166,7 +161,17 @@ func Steps(ctx context.Context, store *sqlite.Store, tenant, run string, before 
 		if err != nil {
 			return nil, fmt.Errorf("list steps of run %s: %w", run, err)
 		}
-		upTo = forkStep
+		upTo = min(upTo, forkStep)
 	}
 	return list, nil
 }
+
+// stepsQuery lists a branch's own steps from ?2 down, found as in stepQuery. A branch without a step of its own has its
+// parent's checkpoint as head: the condition on branch leaves it out.
+const stepsQuery = `WITH RECURSIVE walk (prev_id, step, input, lsn, next, started_us, committed_us) AS (
+	SELECT prev_id, step, input, lsn, next, started_us, committed_us FROM checkpoint WHERE branch = ?1 AND id = COALESCE(
+		(SELECT id FROM checkpoint WHERE branch = ?1 AND step = (?2 + 15) / 16 * 16 AND step % 16 = 0),
+		(SELECT head_id FROM branch WHERE id = ?1))
+	UNION ALL SELECT c.prev_id, c.step, c.input, c.lsn, c.next, c.started_us, c.committed_us FROM walk w JOIN checkpoint c ON c.id = w.prev_id)
+	SELECT w.step, COALESCE(i.input_id, ''), COALESCE(i.type, ''), w.lsn, w.next, w.started_us, w.committed_us
+	FROM walk w LEFT JOIN inbox i ON i.id = w.input WHERE w.step <= ?2 LIMIT ?3`

@@ -170,12 +170,12 @@ func liveLineage(ctx context.Context, tx *sqlite.Tx, run int64) ([]stretch, erro
 }
 
 // rewindInbox puts back what the abandoned steps, those after step to in lineage[:at+1], took from the inbox or put into
-// it. A step counts as creator or consumer only while it is on its run's live lineage.
+// it. What an earlier rewind abandoned was put back by that one, and its ids may have a new owner. A step counts as creator or consumer only while it is on its run's live lineage.
 func rewindInbox(ctx context.Context, tx *sqlite.Tx, run int64, lineage []stretch, at int, to int64) (restored, removed int64, err error) {
 	for _, s := range lineage[:at+1] {
 		// Created by them: never existed, unless a step that stands consumed it.
 		created, err := trace(ctx, tx, `SELECT id, run, due_us, COALESCE(consumed_branch, 0), COALESCE(consumed_step, 0) FROM inbox
-			WHERE created_branch = ? AND created_step > ? ORDER BY created_step, id`, s.branch, max(s.from, to))
+			WHERE created_branch = ? AND created_step > ? AND created_step <= ? ORDER BY created_step, id`, s.branch, max(s.from, to), s.to)
 		if err != nil {
 			return 0, 0, err
 		}

@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"math"
 	"slices"
-	"time"
 
 	"postrider/internal/record"
 )
@@ -66,12 +65,25 @@ type candidate struct {
 
 // Drain returns up to limit pending records after the cursor: ascending by LSN within a branch, branches in turn, one
 // that is newly backlogged first with one quantum, a child only when its parent's kept prefix was handed out. tenant ""
-// takes all tenants in turn. Fewer than limit are returned when there are no more, or when they are large. An error
-// spoils the cursor: it may count records that nobody was given.
+// takes all tenants in turn. Fewer than limit are returned when there are no more, or when they are large. After an error
+// the cursor counts nothing that nobody was given.
 func (o *Outbox) Drain(ctx context.Context, tenant string, after *Cursor, limit int) ([]Item, error) {
+	var items []Item
+	var err error
 	if tenant != "" {
-		return o.drainTenant(ctx, tenant, after, limit, drainBytes)
+		items, err = o.drainTenant(ctx, tenant, after, limit, drainBytes)
+	} else {
+		items, err = o.drainAll(ctx, after, limit)
 	}
+	if err != nil {
+		after.Return(items)
+		return nil, err
+	}
+	return items, nil
+}
+
+// drainAll is Drain over all tenants. With an error it returns what was handed out before.
+func (o *Outbox) drainAll(ctx context.Context, after *Cursor, limit int) ([]Item, error) {
 	tenants, err := o.backlogged(ctx)
 	if err != nil {
 		return nil, err
@@ -89,11 +101,11 @@ func (o *Outbox) Drain(ctx context.Context, tenant string, after *Cursor, limit 
 				return items, nil
 			}
 			more, err := o.drainTenant(ctx, t, after, share, (budget+int64(left)-1)/int64(left))
+			items = append(items, more...)
 			if err != nil {
-				return nil, err
+				return items, err
 			}
 			budget -= sizeOf(more)
-			items = append(items, more...)
 			after.tenant = t
 		}
 	}
@@ -126,6 +138,7 @@ func (o *Outbox) backlogged(ctx context.Context) ([]string, error) {
 // page is how many branches are looked up at once, at the most.
 const page = 256
 
+// drainTenant is Drain for one tenant. With an error it returns what was handed out before.
 func (o *Outbox) drainTenant(ctx context.Context, tenant string, after *Cursor, limit int, budget int64) ([]Item, error) {
 	t, err := o.turn(ctx, tenant, after)
 	if err != nil {
@@ -144,14 +157,14 @@ func (o *Outbox) drainTenant(ctx context.Context, tenant string, after *Cursor, 
 	t.odd ^= 1
 	fresh, err := o.candidates(ctx, tenant, t.seen, math.MaxInt64, min(half, page))
 	if err != nil {
-		return nil, err
+		return items, err
 	}
 	for _, c := range fresh {
 		if len(items) >= half || budget <= rest {
 			break
 		}
 		if err := serve(c, half, budget-rest); err != nil {
-			return nil, err
+			return items, err
 		}
 		t.seen = c.backlog
 	}
@@ -161,7 +174,7 @@ func (o *Outbox) drainTenant(ctx context.Context, tenant string, after *Cursor, 
 	for ends := 0; ends < 2 && !full(); {
 		ring, err := o.candidates(ctx, tenant, t.at, t.end, min(limit, page))
 		if err != nil {
-			return nil, err
+			return items, err
 		}
 		for _, c := range ring {
 			if full() {
@@ -169,7 +182,7 @@ func (o *Outbox) drainTenant(ctx context.Context, tenant string, after *Cursor, 
 			}
 			before := len(items)
 			if err := serve(c, limit, budget); err != nil {
-				return nil, err
+				return items, err
 			}
 			if len(items) > before {
 				ends = 0
@@ -180,7 +193,7 @@ func (o *Outbox) drainTenant(ctx context.Context, tenant string, after *Cursor, 
 			ends++
 			t.at = 0
 			if t.end, err = o.newest(ctx, tenant); err != nil {
-				return nil, err
+				return items, err
 			}
 		}
 	}
@@ -261,7 +274,7 @@ func (o *Outbox) take(ctx context.Context, tenant string, c candidate, after *Cu
 	if p, ok := after.branches[c.id]; ok && p.lsn > from.lsn {
 		from = p
 	}
-	if from.lsn >= c.exportable || c.hold > time.Now().UnixMicro() {
+	if from.lsn >= c.exportable || c.hold > o.store.NowUS() {
 		return nil, nil
 	}
 	if c.parent.Valid && max(c.parentShipped.Int64, after.branches[c.parent.Int64].lsn) < c.parentExportable.Int64 {

@@ -16,7 +16,7 @@ import (
 
 func TestMain(m *testing.M) {
 	// Each case commits some dozens of times; -rapid.checks on the command line asks for more of them.
-	if err := flag.Set("rapid.checks", "20"); err != nil {
+	if err := flag.Set("rapid.checks", "10"); err != nil {
 		panic(err)
 	}
 	goleak.VerifyTestMain(m)

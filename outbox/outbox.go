@@ -97,12 +97,13 @@ func number(n int64) any {
 	return n
 }
 
-// Shipped says that every record of a branch up to LSN has its PUBACK.
+// Shipped says that every record of a branch up to LSN has its PUBACK, or had expired.
 type Shipped struct {
 	Branch   int64 // row id
 	LSN      int64
-	Bytes    int64 // Item.Bytes of that record
-	Recorded int64 // its recorded time
+	Bytes    int64   // Item.Bytes of that record
+	Recorded int64   // its recorded time
+	Expired  []int64 // LSNs among them that were too late to send and have none
 }
 
 // Ack moves the shipped marks, one update per branch, in one transaction, and logs what was shipped. A mark never moves
@@ -123,6 +124,13 @@ func (o *Outbox) Ack(ctx context.Context, fence int64, shipped []Shipped) error 
 					return err
 				}
 				continue // shipped before
+			}
+			for _, lsn := range s.Expired {
+				_, _, err := tx.Exec(ctx, "INSERT INTO dead (branch, lsn, reason, attempts, first_us, last_us) VALUES (?, ?, 'expired', 0, ?, ?)",
+					s.Branch, lsn, tx.NowUS, tx.NowUS)
+				if err != nil {
+					return fmt.Errorf("record that record %d of branch %d expired: %w", lsn, s.Branch, err)
+				}
 			}
 			if _, _, err := tx.Exec(ctx, "INSERT INTO ship_log (branch, upto, at_us) VALUES (?, ?, ?)", s.Branch, s.LSN, tx.NowUS); err != nil {
 				return fmt.Errorf("log shipment of branch %d: %w", s.Branch, err)
@@ -188,6 +196,11 @@ func (o *Outbox) Connected(ctx context.Context, fence int64) error {
 		}
 		return err
 	})
+}
+
+// Expired says whether a record is too late to be sent. It is decided when it would be published.
+func (o *Outbox) Expired(r *record.Record) bool {
+	return r.Expires != 0 && r.Expires <= o.store.NowUS()
 }
 
 // Watch tells a relay, before each of its writes, whether a rewind has passed. It holds one reading connection.

@@ -186,7 +186,7 @@ func work(_ context.Context, s agent.Step) (agent.Effects, error) {
 		e.Events = append(e.Events, agent.Event{Type: "did", Data: fmt.Appendf(nil, `{"n": %d, "i": %d, "big": 9007199254740993}`, n, i)})
 	}
 	if n%3 == 0 {
-		e.Messages = append(e.Messages, agent.Message{Topic: "plant/" + s.Run + "/set", Payload: fmt.Appendf(nil, "%d", n)})
+		e.Messages = append(e.Messages, agent.Message{Topic: "plant/" + s.Run + "/set", Payload: fmt.Appendf(nil, "%s %d", s.Branch, n)})
 	}
 	if n%5 == 0 {
 		e.Next = agent.Continue
@@ -198,7 +198,13 @@ func work(_ context.Context, s agent.Step) (agent.Effects, error) {
 }
 
 // mix is an agent that emits one record of each kind.
-func mix(context.Context, agent.Step) (agent.Effects, error) {
+func mix(_ context.Context, s agent.Step) (agent.Effects, error) {
+	if s.Input.Type == "expiring" {
+		return agent.Effects{Messages: []agent.Message{
+			{Topic: "plant/lamp/set", ExpiresIn: time.Nanosecond},
+			{Topic: "plant/late", ExpiresIn: time.Hour},
+		}}, nil
+	}
 	return agent.Effects{
 		Events:   []agent.Event{{Type: "e", Data: []byte(`{"a": 0.10}`)}},
 		Commands: []agent.Command{{Agent: "billing@hq", Run: "inv-7", Type: "charge", ID: "c-1"}},

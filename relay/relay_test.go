@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -278,6 +279,86 @@ func TestFailedAcknowledgementRedelivers(t *testing.T) {
 	}
 }
 
+// A batch that is read ahead and fails, just when a rewind has passed, is neither sent nor acknowledged: the records that
+// the failed read had gone over come again.
+func TestFailedReadAheadLosesNothing(t *testing.T) {
+	n, keys := newNode(t), someRuns(1, 20)
+	n.feed(keys, 40, "go")
+	n.await(keys, "idle")
+	exec := func(query string, args ...any) {
+		t.Helper()
+		if err := n.store.Write(n.ctx, func(ctx context.Context, tx *sqlite.Tx) error {
+			_, _, err := tx.Exec(ctx, query, args...)
+			return err
+		}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	// The chain of a branch in the middle of the second batch is broken.
+	id := n.count("SELECT o.id FROM outbox o WHERE o.lsn = 40 AND o.branch = (SELECT id FROM branch ORDER BY backlog_id LIMIT 1 OFFSET 11)")
+	prev := n.count(fmt.Sprintf("SELECT prev_id FROM outbox WHERE id = %d", id))
+	exec("UPDATE outbox SET prev_id = NULL WHERE id = ?", id)
+	arrived, release := make(chan struct{}), make(chan struct{})
+	conn := newFakeConn(func(i int, _ string, _ []byte) error {
+		if i == 500 {
+			arrived <- struct{}{}
+			<-release
+		}
+		return nil
+	})
+	reg := prometheus.NewRegistry()
+	n.start(lonely(n, n.lock(), always(conn), relay.Options{AckTimeout: time.Hour, Metrics: reg}).Run)
+	wait(t, arrived)
+	// Only the two watches hold a reading connection once the batch ahead was read. To look too early would only weaken
+	// the test.
+	quiet := 0
+	mqtttest.Eventually(t, "the batch ahead was read", func() bool {
+		if quiet++; n.store.Reader().Stats().InUse > 2 {
+			quiet = 0
+		}
+		return quiet > 50
+	})
+	exec("UPDATE outbox SET prev_id = ? WHERE id = ?", prev, id)
+	exec("UPDATE meta SET rewinds = rewinds + 1")
+	close(release)
+	n.awaitShipped()
+	if value(t, reg, "postrider_relay_restarts_total", "other") == 0 {
+		t.Error("no read failed: that proves nothing")
+	}
+	distinct := map[string]bool{}
+	conn.mu.Lock()
+	defer conn.mu.Unlock()
+	for _, d := range conn.sent {
+		distinct[d.topic+" "+d.payload] = true
+	}
+	if all := n.count("SELECT count(*) FROM outbox"); int64(len(distinct)) != all {
+		t.Errorf("%d records are marked as shipped, %d different records were sent", all, len(distinct))
+	}
+}
+
+// panicky is a connection with a bug.
+type panicky struct{ *fakeConn }
+
+func (panicky) Err() error { panic("a bug in Err") }
+
+func TestPanicAboutALostConnectionEndsTheSessionOnly(t *testing.T) {
+	n, reg := filled(t), prometheus.NewRegistry()
+	bad, good := newFakeConn(withhold), newFakeConn(ack)
+	var dials atomic.Int64
+	n.start(lonely(n, n.lock(), func(context.Context) (relay.Conn, error) {
+		if dials.Add(1) == 1 {
+			return panicky{bad}, nil
+		}
+		return good, nil
+	}, relay.Options{AckTimeout: time.Hour, Metrics: reg, Grace: time.Millisecond}).Run)
+	mqtttest.Eventually(t, "records are in flight", func() bool { return bad.published() > 0 })
+	bad.Kill()
+	n.awaitShipped()
+	if value(t, reg, "postrider_relay_restarts_total", "panic") != 1 {
+		t.Error("the panic is not counted")
+	}
+}
+
 // The relay's place ends with its context and for nothing else.
 func TestRunReturnsOnlyWhenInterrupted(t *testing.T) {
 	n := filled(t)
@@ -382,6 +463,35 @@ func TestWindowBoundsWhatIsInFlight(t *testing.T) {
 		if open > 7 {
 			t.Fatalf("%d records in flight in a window of 7", open)
 		}
+	}
+}
+
+// An order to a device must not arrive two days late: an expired message is counted and not sent, and what follows is.
+func TestExpiredMessageIsNotSent(t *testing.T) {
+	n := newNode(t)
+	_, err := executor.Submit(n.ctx, n.store, executor.Input{Tenant: "t", Agent: "mixed", Run: "r", Type: "expiring", Data: []byte("1"), Source: "cli"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	n.await([]runKey{{"t", "r"}}, "idle")
+	conn := newFakeConn(ack)
+	n.start(lonely(n, n.lock(), always(conn), relay.Options{}).Run)
+	n.awaitShipped()
+	conn.mu.Lock()
+	defer conn.mu.Unlock()
+	var topics []string
+	for _, d := range conn.sent {
+		topics = append(topics, d.topic)
+	}
+	events := record.Topics{Root: root}.Events("t", nodeName, "r")
+	if want := []string{events, "plant/late"}; !slices.Equal(topics, want) {
+		t.Errorf("sent to %v, want %v", topics, want)
+	}
+	if s := n.stats(); s.Expired != 1 || s.Shipped != 2 || s.Pending != 0 {
+		t.Errorf("%+v", s)
+	}
+	if c := n.count("SELECT count(*) FROM record_state WHERE state = 'expired' AND destination = 'plant/lamp/set'"); c != 1 {
+		t.Error("the record does not say that it expired")
 	}
 }
 

@@ -24,7 +24,11 @@ const (
 	gatherFor  = 4 * time.Millisecond  // between looks at an outbox that was empty a moment ago
 )
 
-var errPanic = errors.New("panic")
+var (
+	errPanic = errors.New("panic")
+	errLost  = errors.New("connection is gone and says no reason")
+	errEnded = errors.New("session ended by itself")
+)
 
 // ended is how a session ended.
 type ended struct {
@@ -42,6 +46,14 @@ type flight struct {
 	delivery mqtt.Delivery
 }
 
+// unsent is the delivery of a record that expired: nobody waits for its PUBACK.
+type unsent struct{}
+
+func (unsent) Done() <-chan struct{} { return alreadyDone }
+func (unsent) Error() error          { return nil }
+
+var alreadyDone = func() chan struct{} { c := make(chan struct{}); close(c); return c }()
+
 // session is one connection and what is under way on it. Two goroutines share it: publish hands records to the client,
 // settle waits for their PUBACKs in the same order and acknowledges the contiguous prefix.
 //
@@ -58,6 +70,7 @@ type session struct {
 	bytes   atomic.Int64  // in flight
 	window  atomic.Int64  // bytes that may be
 	room    chan struct{}
+	handed  map[int64]int64 // per branch, the last LSN handed to the client; the publisher's
 	acked   atomic.Bool     // something was
 	left    map[int64]int64 // per branch, the highest LSN without a PUBACK at the end
 
@@ -90,7 +103,7 @@ func (r *Relay) runSession(ctx context.Context) ended {
 	}
 	r.log.Info("connected", "fence", fence)
 	s := &session{r: r, conn: conn, fence: fence, watch: watch, slots: make(chan struct{}, r.o.Window), flights: make(chan flight, r.o.Window),
-		room: make(chan struct{}, 1), left: map[int64]int64{}, settled: map[int64]int64{}}
+		room: make(chan struct{}, 1), handed: map[int64]int64{}, left: map[int64]int64{}, settled: map[int64]int64{}}
 	s.window.Store(firstBytes)
 	return s.run(ctx)
 }
@@ -109,18 +122,23 @@ func (s *session) run(ctx context.Context) ended {
 	}
 	{ // connection
 		watching, cancel := context.WithCancel(ctx)
-		g.Add(func() error {
+		g.Add(guard(func() error {
 			select {
 			case <-watching.Done():
 				return nil
 			case <-s.conn.Lost():
 			}
-			return s.conn.Err()
-		}, func(error) { cancel() })
+			if err := s.conn.Err(); err != nil {
+				return err
+			}
+			return errLost
+		}), func(error) { cancel() })
 	}
 	end.err = g.Run()
 	if end.err == nil {
-		end.err = context.Cause(ctx)
+		if end.err = context.Cause(ctx); end.err == nil {
+			end.err = errEnded
+		}
 	}
 	end.progress = s.acked.Load()
 	for f := range s.flights { // closed by the publisher
@@ -204,6 +222,9 @@ func (s *session) publish(ctx context.Context) error {
 		}
 		if sent < len(batch.items) {
 			following := wait()
+			if following.err != nil {
+				return following.err
+			}
 			cursor.Return(append(batch.items[sent:], following.items...))
 			fetch()
 		}
@@ -241,6 +262,11 @@ func (s *session) send(ctx context.Context, items []outbox.Item) (sent int, err 
 				return i, nil
 			}
 		}
+		// Acknowledging moves a mark over everything below it, so nothing may ever be left out.
+		if last, ok := s.handed[it.Branch]; ok && it.LSN != last+1 {
+			<-s.slots
+			return i, fmt.Errorf("record %d of branch %s does not follow record %d", it.LSN, it.Key.Branch, last)
+		}
 		rewound, err := s.watch.Rewound(ctx)
 		if err != nil && ctx.Err() == nil {
 			return i, err
@@ -258,10 +284,15 @@ func (s *session) send(ctx context.Context, items []outbox.Item) (sent int, err 
 			}
 		}
 		s.bytes.Add(size)
+		s.handed[it.Branch] = it.LSN
 		f := flight{shipped: outbox.Shipped{Branch: it.Branch, LSN: it.LSN, Bytes: it.Bytes, Recorded: it.Recorded}, size: size, at: time.Now()}
-		f.delivery = s.conn.Publish(topic, it.Kind == record.Message && it.Retain, payload)
+		if s.r.box.Expired(&it.Record) {
+			f.shipped.Expired, f.delivery = []int64{it.LSN}, unsent{}
+		} else {
+			f.delivery = s.conn.Publish(topic, it.Kind == record.Message && it.Retain, payload)
+			s.r.m.published.Inc()
+		}
 		s.flights <- f // has as many places as there are slots
-		s.r.m.published.Inc()
 	}
 	return len(items), nil
 }
@@ -368,6 +399,7 @@ type batch struct {
 }
 
 func (b *batch) add(ctx context.Context, shipped outbox.Shipped) error {
+	shipped.Expired = append(b.marks[shipped.Branch].Expired, shipped.Expired...)
 	b.marks[shipped.Branch] = shipped
 	b.n++
 	if b.n < b.s.r.o.AckBatch {

@@ -180,6 +180,7 @@ type writer struct {
 	ended  chan struct{}
 	failed error // of the last close; read after ended
 
+	clock clock
 	link
 	trimAt   time.Time     // not before
 	trimWait time.Duration // after the next failure
@@ -198,7 +199,7 @@ type link struct {
 
 func newWriter(ctx context.Context, path string, o Options) (*writer, error) {
 	w := &writer{
-		path: path, id: rand.Text(), o: o, log: o.Logger.With("component", "store"),
+		path: path, id: rand.Text(), o: o, log: o.Logger.With("component", "store"), clock: clock{wall: o.now},
 		queue: make(chan *request, 4096), quit: make(chan struct{}), ended: make(chan struct{}),
 		duration: prometheus.NewHistogram(prometheus.HistogramOpts{
 			Name: "postrider_commit_duration_seconds", Help: "Time of a group's transaction, BEGIN to COMMIT.",
@@ -484,10 +485,15 @@ func answer(group []*request, err error) {
 // time that lay in the future. Rows of writers gone for long are swept; one whose COMMIT is in doubt is never behind by both.
 func (w *writer) first(ctx context.Context, tx *Tx) error {
 	wall := w.o.now()
-	if _, _, err := tx.Exec(ctx, "UPDATE meta SET boot = ?, clock_us = ? WHERE id = 1 AND boot <> ?", w.o.boot, wall.UnixMicro(), w.o.boot); err != nil {
+	n, _, err := tx.Exec(ctx, "UPDATE meta SET boot = ?, clock_us = ? WHERE id = 1 AND boot <> ?", w.o.boot, wall.UnixMicro(), w.o.boot)
+	if err != nil {
 		return err
 	}
-	_, _, err := tx.Exec(ctx, "DELETE FROM writer WHERE at_us < ? AND commit_seq < (SELECT commit_seq - 1000 FROM meta WHERE id = 1)",
+	if n == 1 {
+		tx.NowUS = wall.UnixMicro()
+		w.clock.saw(tx.NowUS)
+	}
+	_, _, err = tx.Exec(ctx, "DELETE FROM writer WHERE at_us < ? AND commit_seq < (SELECT commit_seq - 1000 FROM meta WHERE id = 1)",
 		wall.Add(-24*time.Hour).UnixMicro())
 	return err
 }
@@ -525,8 +531,9 @@ func (w *writer) begin() (seq int64, err error) {
 	w.tx.gone = nil
 	w.tx.before = nil
 	err = w.tx.Get(ctx, "UPDATE meta SET commit_seq = commit_seq + 1, clock_us = max(clock_us, ?) WHERE id = 1 RETURNING commit_seq, clock_us",
-		[]any{w.o.now().UnixMicro()}, &seq, &w.tx.NowUS)
+		[]any{w.clock.nowUS()}, &seq, &w.tx.NowUS)
 	if err == nil {
+		w.clock.saw(w.tx.NowUS)
 		_, _, err = w.tx.Exec(ctx, `INSERT INTO writer (id, commit_seq, at_us) VALUES (?, ?, ?)
 			ON CONFLICT (id) DO UPDATE SET commit_seq = excluded.commit_seq, at_us = excluded.at_us`, w.id, seq, w.tx.NowUS)
 	}

@@ -739,9 +739,9 @@ func TestRecordedTimeNeverGoesBackWithinOneBoot(t *testing.T) {
 		if got := now(s); got != want {
 			t.Errorf("after the clock jumped back: recorded %d, want %d", got, want)
 		}
-		wall.Store(want + 7)
+		wall.Store(clock - 1_000_000 + 7)
 		if got := now(s); got != want+7 {
-			t.Errorf("after the clock went on: recorded %d, want %d", got, want+7)
+			t.Errorf("after it went on from there: recorded %d, want %d", got, want+7)
 		}
 	}
 	run(o, 5_000_000, 5_000_000)
@@ -889,5 +889,33 @@ func TestMetricsLastAsLongAsTheStore(t *testing.T) {
 	families, err := reg.Gather()
 	if err != nil || len(families) != 0 {
 		t.Errorf("after Close: %v, %v", families, err)
+	}
+}
+
+// A wall clock that is set back does not stop recorded time: what is scheduled by it still comes.
+func TestRecordedTimeGoesOnWhenTheClockIsSetBack(t *testing.T) {
+	real := time.Now()
+	var back atomic.Bool
+	s := open(t, newPath(t), Options{Create: true, now: func() time.Time {
+		now := time.Now()
+		if back.Load() {
+			return real.Add(-time.Hour).Add(now.Sub(real))
+		}
+		return now
+	}})
+	before := s.NowUS()
+	back.Store(true)
+	var recorded int64
+	deadline := time.Now().Add(10 * time.Second)
+	for recorded <= before+2000 {
+		if time.Now().After(deadline) {
+			t.Fatalf("recorded time stands at %d, %d when the clock was set back", recorded, before)
+		}
+		if err := s.Write(t.Context(), func(_ context.Context, tx *Tx) error { recorded = tx.NowUS; return nil }); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if now := s.NowUS(); now < recorded || now > recorded+10_000_000 {
+		t.Errorf("NowUS is %d right after %d was recorded", now, recorded)
 	}
 }
