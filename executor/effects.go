@@ -196,7 +196,7 @@ func (l limits) command(c *claim, p *effects, stamp record.Record, i int, cmd ag
 		if due != 0 {
 			source = "timer"
 		}
-		p.local = append(p.local, arrival{tenant: c.tenant, run: run, agent: name, id: id, explicit: cmd.ID != "", typ: cmd.Type, source: source,
+		p.local = append(p.local, arrival{tenant: c.tenant, run: run, agent: name, node: node, id: id, explicit: cmd.ID != "", typ: cmd.Type, source: source,
 			data: orNull(cmd.Data), due: due, expires: after(stamp.Occurred, cmd.ExpiresIn), hops: hops, correlation: stamp.Correlation,
 			causation: c.branch + "/" + strconv.FormatInt(c.step, 10), trace: stamp.Trace, createdBranch: c.head.Branch, createdStep: c.step, commandID: cmd.ID})
 		return nil

@@ -10,7 +10,6 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"maps"
 	"math/rand/v2"
 	"runtime/debug"
 	"sync"
@@ -52,16 +51,20 @@ type Executor struct {
 	log    *slog.Logger
 	m      *metrics
 	bell   chan struct{}
-	hungry atomic.Bool // more runs are ready than workers are free: those in hand let go after their step
+	ending atomic.Bool // those in hand let go after their step
+	turn   int         // which agent is looked at first
 
-	mu     sync.Mutex
-	active map[int64]*worker // by run
+	pools    map[string]*pool // by hosted agent
+	unhosted pool             // of the others
+	mu       sync.Mutex
+	active   map[int64]*worker // by run
 }
 
 // worker is a run in hand.
 type worker struct {
 	branch atomic.Int64 // that its steps belong to, always one; 0: no claim yet
 	cancel context.CancelCauseFunc
+	pool   *pool
 }
 
 // New returns an executor for node's store that hosts agents by name.
@@ -99,8 +102,12 @@ func New(store *sqlite.Store, node string, agents map[string]agent.Agent, o Opti
 	if o.Logger == nil {
 		o.Logger = slog.New(slog.DiscardHandler)
 	}
-	return &Executor{store: store, node: node, agents: agents, o: o, log: o.Logger.With("component", "executor"),
-		m: newMetrics(o.Metrics, agents), bell: make(chan struct{}, 1), active: map[int64]*worker{}}
+	e := &Executor{store: store, node: node, agents: agents, o: o, log: o.Logger.With("component", "executor"),
+		m: newMetrics(o.Metrics, agents), bell: make(chan struct{}, 1), pools: map[string]*pool{}, unhosted: pool{slots: 1}, active: map[int64]*worker{}}
+	for name, a := range agents {
+		e.pools[name] = &pool{slots: slotsOf(a, o.Workers)}
+	}
+	return e
 }
 
 // Wake has the executor look for ready runs now instead of at its next poll. It may be called from anywhere.
@@ -127,19 +134,21 @@ func (e *Executor) Run(ctx context.Context) error {
 	defer cancel(errStopped)
 	var wg sync.WaitGroup
 	defer func() {
-		e.hungry.Store(true) // those in hand let go after their step
+		e.ending.Store(true)
 		t := time.AfterFunc(e.o.Grace, func() { cancel(errStopped) })
 		defer t.Stop()
 		wg.Wait()
 	}()
-	watch, err := outbox.New(e.store, e.node).Watch(ctx)
+	box := outbox.New(e.store, e.node)
+	watch, err := box.Watch(ctx)
 	if err != nil {
 		return fmt.Errorf("start executor: %w", err)
 	}
-	defer watch.Close()
+	defer func() { watch.Close() }()
 	timer := time.NewTimer(0)
 	defer timer.Stop()
 	fence := false
+	var said time.Time
 	for {
 		select {
 		case <-ctx.Done():
@@ -148,14 +157,21 @@ func (e *Executor) Run(ctx context.Context) error {
 		case <-e.bell:
 		}
 		rewound, err := watch.Rewound(ctx)
+		if err != nil && ctx.Err() == nil { // its connection may be broken
+			if again, werr := box.Watch(ctx); werr == nil {
+				watch.Close()
+				watch, rewound = again, true // what it missed is looked for
+			}
+		}
 		if fence = fence || rewound; fence {
 			var ferr error
 			fence, ferr = e.fence(ctx)
 			err = errors.Join(err, ferr)
 		}
 		pause, serr := e.schedule(ctx, steps, &wg)
-		if err = errors.Join(err, serr); err != nil && ctx.Err() == nil {
-			e.log.Error("ready runs cannot be read", "err", err)
+		if err = errors.Join(err, serr); err != nil && ctx.Err() == nil && time.Since(said) > time.Minute {
+			said = time.Now()
+			e.log.Error("database cannot be read; runs wait", "err", err)
 		}
 		timer.Reset(pause)
 	}
@@ -167,7 +183,7 @@ func (e *Executor) recover(ctx context.Context) error {
 	return e.store.Write(ctx, func(ctx context.Context, tx *sqlite.Tx) error {
 		for name := range e.agents {
 			_, _, err := tx.Exec(ctx, `INSERT INTO agent (name, kind, first_us, last_us) VALUES (?1, ?2, ?3, ?3)
-				ON CONFLICT (name) DO UPDATE SET kind = ?2, last_us = ?3`, name, fmt.Sprintf("%T", e.agents[name]), tx.NowUS)
+				ON CONFLICT (name) DO UPDATE SET kind = ?2, last_us = ?3`, name, kindOf(e.agents[name]), tx.NowUS)
 			if err != nil {
 				return fmt.Errorf("register agent %s: %w", name, err)
 			}
@@ -181,83 +197,6 @@ func (e *Executor) recover(ctx context.Context) error {
 	})
 }
 
-const readyQuery = "SELECT id, wake_us FROM run WHERE status IN ('ready', 'waiting') ORDER BY wake_us, id LIMIT ?"
-
-// schedule starts a worker for each ready run while there is room, and says when to look again.
-func (e *Executor) schedule(ctx, steps context.Context, wg *sync.WaitGroup) (time.Duration, error) {
-	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
-	defer cancel()
-	rows, err := e.store.Query(ctx, readyQuery, 2*e.o.Workers+1)
-	if err != nil {
-		return e.o.Poll, err
-	}
-	defer rows.Close()
-	pause := e.o.Poll
-	hungry := false
-	for rows.Next() {
-		var id, wakeUS int64
-		if err := rows.Scan(&id, &wakeUS); err != nil {
-			return e.o.Poll, err
-		}
-		if d := time.Until(time.UnixMicro(wakeUS)); d > 0 {
-			pause = min(pause, d)
-			break
-		}
-		if hungry = !e.start(steps, id, wg); hungry {
-			break
-		}
-	}
-	e.hungry.Store(hungry)
-	return pause, rows.Err()
-}
-
-// fence cancels the steps in hand whose branch a rewind, by any process, has abandoned. Their commits would change
-// nothing anyway; their agents need not go on. again asks for another look: a claim was on its way.
-func (e *Executor) fence(ctx context.Context) (again bool, err error) {
-	e.mu.Lock()
-	inHand := maps.Clone(e.active)
-	e.mu.Unlock()
-	for run, w := range inHand {
-		branch := w.branch.Load()
-		if branch == 0 {
-			again = true
-			continue
-		}
-		var live int64
-		if err := e.store.Reader().QueryRowContext(ctx, "SELECT live FROM run WHERE id = ?", run).Scan(&live); err != nil {
-			return true, fmt.Errorf("look for rewinds: %w", err)
-		}
-		if live != branch {
-			w.cancel(errRewound)
-		}
-	}
-	return again, nil
-}
-
-// start gives a run to a new worker; false when there is no room. A run in hand is left there.
-func (e *Executor) start(steps context.Context, run int64, wg *sync.WaitGroup) bool {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	if e.active[run] != nil {
-		return true
-	}
-	if len(e.active) >= e.o.Workers {
-		return false
-	}
-	ctx, cancel := context.WithCancelCause(steps)
-	w := &worker{cancel: cancel}
-	e.active[run] = w
-	wg.Go(func() {
-		e.work(ctx, run, w)
-		cancel(nil)
-		e.mu.Lock()
-		delete(e.active, run)
-		e.mu.Unlock()
-		e.Wake() // there is room again
-	})
-	return true
-}
-
 func (e *Executor) hosted(name string) bool { return e.agents[name] != nil }
 
 // work decides and commits steps of one run until it rests, waits, ends or is fenced.
@@ -269,7 +208,7 @@ func (e *Executor) work(ctx context.Context, run int64, w *worker) {
 	})
 	for err == nil && c != nil {
 		w.branch.Store(c.head.Branch)
-		c, err = e.step(ctx, c)
+		c, err = e.step(ctx, c, w)
 	}
 	switch {
 	case err == nil, errors.Is(err, sqlite.ErrClosed), errors.Is(err, errStopped):
@@ -312,13 +251,13 @@ func sleep(ctx context.Context, d time.Duration) bool {
 }
 
 // step asks the agent and commits its answer, or what its failure means. It returns the claim of the run's next step.
-func (e *Executor) step(ctx context.Context, c *claim) (*claim, error) {
+func (e *Executor) step(ctx context.Context, c *claim, w *worker) (*claim, error) {
 	begin := time.Now()
 	answer, aerr := e.ask(ctx, c, begin)
 	var plan *effects
 	if aerr == nil {
 		l := limits{node: e.node, topics: e.o.Topics, maxRecord: e.o.MaxRecord, hosted: e.hosted}
-		if plan, aerr = l.plan(c, answer, time.Now().UnixMicro()); aerr != nil {
+		if plan, aerr = l.plan(c, answer, e.store.NowUS()); aerr != nil {
 			aerr = fmt.Errorf("agent %s, step %d of %s/%s: invalid effects: %w", c.agent, c.step, c.tenant, c.name, aerr)
 		}
 	}
@@ -330,7 +269,7 @@ func (e *Executor) step(ctx context.Context, c *claim) (*claim, error) {
 	switch {
 	case aerr == nil:
 		err = e.store.Write(commit, func(tctx context.Context, tx *sqlite.Tx) (err error) {
-			next, err = commitStep(tctx, tx, c, plan, e.hungry.Load() || ctx.Err() != nil, e.o.MaxContinue)
+			next, err = commitStep(tctx, tx, c, plan, w.pool.hungry.Load() || e.ending.Load() || ctx.Err() != nil, e.o.MaxContinue)
 			return err
 		})
 		if err == nil && len(plan.records)+len(plan.local) > 0 { // a command may start a run, and that is a record
@@ -392,7 +331,7 @@ func (e *Executor) ask(ctx context.Context, c *claim, now time.Time) (_ agent.Ef
 // judge turns an agent's error into what happens to its input.
 func (e *Executor) judge(c *claim, aerr error) verdict {
 	v := verdict{reason: cut(aerr.Error(), 4096), status: "waiting", countsAsOf: c.attempt}
-	now := time.Now()
+	now := e.store.NowUS()
 	var said *agent.Error
 	errors.As(aerr, &said)
 	switch {
@@ -401,11 +340,11 @@ func (e *Executor) judge(c *claim, aerr error) verdict {
 		if pause <= 0 {
 			pause = e.o.BackoffMin
 		}
-		v.wakeUS, v.countsAsOf = now.Add(min(pause, 24*time.Hour)).UnixMicro(), c.attempt-1
+		v.wakeUS, v.countsAsOf = now+min(pause, 24*time.Hour).Microseconds(), c.attempt-1
 	case said != nil && said.Code == agent.Terminal:
 		v.status = "dead"
 	case c.attempt < int64(e.o.MaxAttempts):
-		v.wakeUS = now.Add(backoff(e.o.BackoffMin, e.o.BackoffMax, c.attempt)).UnixMicro()
+		v.wakeUS = now + backoff(e.o.BackoffMin, e.o.BackoffMax, c.attempt).Microseconds()
 	case e.o.DeadLetter:
 		v.status = "dead"
 	default:

@@ -336,7 +336,7 @@ func TestShutdownEndsStepsInHandAndGivesBackTheRest(t *testing.T) {
 	receive(t, "a step", entered)
 	receive(t, "a step", entered)
 	cancel()
-	eventually(t, "Run notices", n.hungry.Load)
+	eventually(t, "Run notices", n.ending.Load)
 	close(leave)
 	if err := receive(t, "end of Run", done); err != nil {
 		t.Errorf("Run: %v", err)

@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"strings"
+	"time"
 	"unicode/utf8"
 
 	"github.com/oklog/ulid/v2"
@@ -35,9 +36,10 @@ type Input struct {
 	Run           string // "": a new run, named by a ULID
 	ID            string // the sender's; "": a new one
 	Type          string
-	Data          []byte // JSON; kept as it came
-	Source        string // a CloudEvents source, or cli, http, mqtt:<topic>
-	DueUS         int64  // not before; 0: now
+	Data          []byte        // JSON; kept as it came
+	Source        string        // a CloudEvents source, or cli, http, mqtt:<topic>
+	DueUS         int64         // not before, in microseconds since 1970; 0: now
+	In            time.Duration // not before that long from now; excludes DueUS
 }
 
 // Submitted says where an input went.
@@ -72,9 +74,13 @@ func Submit(ctx context.Context, store *sqlite.Store, in Input) (Submitted, erro
 		if err != nil {
 			return fmt.Errorf("look up agent %s: %w", in.Agent, err)
 		}
+		due := in.DueUS
+		if in.In > 0 {
+			due = tx.NowUS + in.In.Microseconds()
+		}
 		out.Duplicate, err = enqueue(ctx, tx, arrival{
 			tenant: in.Tenant, run: in.Run, agent: in.Agent, id: in.ID, explicit: explicit, typ: in.Type, source: in.Source,
-			data: in.Data, due: in.DueUS,
+			data: in.Data, due: due,
 		})
 		return err
 	})
@@ -151,6 +157,7 @@ func checkJSON(b []byte, limit int) error {
 // arrival is an input on its way into the inbox, on any path.
 type arrival struct {
 	tenant, run, agent string
+	node               string // an explicit @node
 	id                 string
 	explicit           bool // the id was chosen by somebody: it may come again
 	typ, source        string
@@ -227,10 +234,10 @@ func insertInput(ctx context.Context, tx *sqlite.Tx, run int64, a arrival, deadR
 	if a.createdBranch != 0 {
 		branch, step = a.createdBranch, a.createdStep
 	}
-	_, _, err := tx.Exec(ctx, `INSERT INTO inbox (run, tenant, run_name, agent, input_id, type, source, hops, correlation, causation, trace,
+	_, _, err := tx.Exec(ctx, `INSERT INTO inbox (run, tenant, run_name, agent, node, input_id, type, source, hops, correlation, causation, trace,
 		arrived_us, due_us, expires_us, created_branch, created_step, command_id, ended_us, outcome, reason, data)
-		VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)`,
-		run, a.tenant, a.run, a.agent, a.id, a.typ, a.source, a.hops, optional(a.correlation), optional(a.causation), optional(a.trace),
+		VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)`,
+		run, a.tenant, a.run, a.agent, optional(a.node), a.id, a.typ, a.source, a.hops, optional(a.correlation), optional(a.causation), optional(a.trace),
 		tx.NowUS, max(a.due, tx.NowUS), optionalUS(a.expires), branch, step, optional(a.commandID), ended, outcome, reason, a.data)
 	if err != nil {
 		return fmt.Errorf("store input %s of run %s: %w", a.id, a.run, err)

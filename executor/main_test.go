@@ -151,7 +151,7 @@ func (n *node) start(t *testing.T) (stop func()) {
 func (n *node) settle() {
 	n.t.Helper()
 	for range 10_000 {
-		rows, err := n.store.Reader().Query("SELECT id FROM run WHERE status IN ('ready', 'waiting') AND wake_us <= ? ORDER BY wake_us, id", time.Now().UnixMicro())
+		rows, err := n.store.Reader().Query("SELECT id FROM run WHERE status IN ('ready', 'waiting') AND wake_us <= ? ORDER BY wake_us, id", n.store.NowUS())
 		if err != nil {
 			n.t.Fatalf("%v", err)
 		}
@@ -167,7 +167,7 @@ func (n *node) settle() {
 			return
 		}
 		for _, id := range ids {
-			n.work(context.Background(), id, &worker{})
+			n.work(context.Background(), id, &worker{pool: &pool{}})
 		}
 	}
 	n.t.Fatalf("the runs do not come to rest")

@@ -286,7 +286,7 @@ func (m *model) ship(t *rapid.T, acked bool) {
 func TestExecutorAgreesWithItsModel(t *testing.T) {
 	agents := one(agent.Func(scripted))
 	n := newNode(t, agents, quick)
-	n.hungry.Store(true) // one step at a time
+	n.ending.Store(true) // one step at a time
 	cases := 0
 	rapid.Check(t, func(t1 *rapid.T) {
 		n.t = t1
@@ -309,12 +309,12 @@ func TestExecutorAgreesWithItsModel(t *testing.T) {
 			if err != nil {
 				t1.Fatal(err)
 			}
-			n.work(context.Background(), id, &worker{})
+			n.work(context.Background(), id, &worker{pool: &pool{}})
 			m.step(r)
 		}
 		crash := func() {
 			n.restart(t, agents, quick)
-			n.hungry.Store(true)
+			n.ending.Store(true)
 		}
 		t1.Repeat(map[string]func(*rapid.T){
 			"send": func(t *rapid.T) {

@@ -117,26 +117,35 @@ func rest(ctx context.Context, tx *sqlite.Tx, run, due int64) error {
 	return err
 }
 
-// nextInput is the first due input of a run, by max(arrival, due), then arrival. When none is due, it says when.
+// nextInput is the first due input of a run, by max(arrival, due), then arrival. When none is due, it says when. Those
+// that expired before their step are dead letters.
 func nextInput(ctx context.Context, tx *sqlite.Tx, run int64) (*claimedInput, int64, error) {
-	in := claimedInput{}
-	var due int64
-	var data []byte
-	err := tx.Get(ctx, `SELECT id, due_us, input_id, type, data, source, arrived_us, COALESCE(correlation, ''), COALESCE(causation, ''),
-		COALESCE(trace, ''), hops FROM inbox
-		WHERE run = ? AND consumed_branch IS NULL AND cancelled_branch IS NULL AND ended_us IS NULL ORDER BY due_us, id LIMIT 1`, []any{run},
-		&in.row, &due, &in.ID, &in.Type, &data, &in.Source, &in.atUS, &in.correlation, &in.causation, &in.traceID, &in.hops)
-	if errors.Is(err, sql.ErrNoRows) {
-		return nil, 0, nil
+	for {
+		in := claimedInput{}
+		var due, expires int64
+		var data []byte
+		err := tx.Get(ctx, `SELECT id, due_us, COALESCE(expires_us, 0), input_id, type, data, source, arrived_us, COALESCE(correlation, ''),
+			COALESCE(causation, ''), COALESCE(trace, ''), hops FROM inbox
+			WHERE run = ? AND consumed_branch IS NULL AND cancelled_branch IS NULL AND ended_us IS NULL ORDER BY due_us, id LIMIT 1`, []any{run},
+			&in.row, &due, &expires, &in.ID, &in.Type, &data, &in.Source, &in.atUS, &in.correlation, &in.causation, &in.traceID, &in.hops)
+		if errors.Is(err, sql.ErrNoRows) {
+			return nil, 0, nil
+		}
+		if err != nil {
+			return nil, 0, fmt.Errorf("find next input: %w", err)
+		}
+		if due > tx.NowUS {
+			return nil, due, nil
+		}
+		if expires == 0 || expires > tx.NowUS {
+			in.Data = data
+			return &in, 0, nil
+		}
+		_, _, err = tx.Exec(ctx, "UPDATE inbox SET ended_us = ?, outcome = 'dead', reason = 'expired before its step' WHERE id = ?", tx.NowUS, in.row)
+		if err != nil {
+			return nil, 0, fmt.Errorf("set expired input aside: %w", err)
+		}
 	}
-	if err != nil {
-		return nil, 0, fmt.Errorf("find next input: %w", err)
-	}
-	if due > tx.NowUS {
-		return nil, due, nil
-	}
-	in.Data = data
-	return &in, 0, nil
 }
 
 // commitStep is the step: in one transaction it consumes the input, stores the new state, hands local commands to their
@@ -160,7 +169,12 @@ func commitStep(ctx context.Context, tx *sqlite.Tx, c *claim, e *effects, yield 
 		return nil, err
 	}
 	for _, a := range e.local {
-		if err := deliverLocal(ctx, tx, a); err != nil {
+		if a.tenant == c.tenant && a.run == c.name && (e.next == agent.Done || e.next == agent.Fail) {
+			err = insertInput(ctx, tx, c.run, a, "the run ended with the step that sent it")
+		} else {
+			err = deliverLocal(ctx, tx, a)
+		}
+		if err != nil {
 			return nil, err
 		}
 	}

@@ -390,7 +390,7 @@ func TestCancelledCommandFreesItsRun(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			n.work(t.Context(), id, &worker{})
+			n.work(t.Context(), id, &worker{pool: &pool{}})
 			n.send("b", "to", "next", `{}`)
 			prepare(n)
 			if name != "in hand" {

@@ -49,9 +49,10 @@ An input with an --id counts once, however often it is sent; the same id with ot
 		if len(given) > 1 {
 			in.Run = given[1]
 		}
-		if in.DueUS, err = due(wait, at, time.Now()); err != nil {
+		if in.DueUS, err = due(wait, at); err != nil {
 			return err
 		}
+		in.In = wait
 		if in.Data, err = a.data(data); err != nil {
 			return err
 		}
@@ -74,21 +75,19 @@ An input with an --id counts once, however often it is sent; the same id with ot
 	return c
 }
 
-// due is when an input is due in microseconds; 0: now.
-func due(in time.Duration, at string, now time.Time) (int64, error) {
+// due is the time that --at gives, in microseconds; 0: none.
+func due(in time.Duration, at string) (int64, error) {
 	switch {
 	case in != 0 && at != "":
 		return 0, Usagef("--in and --at exclude each other")
 	case in < 0:
 		return 0, Usagef("--in: %s is negative", in)
-	case in > 0:
-		return now.Add(in).UnixMicro(), nil
 	case at == "":
 		return 0, nil
 	}
 	t, err := time.Parse(time.RFC3339Nano, at)
 	if err != nil {
-		return 0, Usagef("--at: %q is not a time such as %s", at, now.UTC().Format(time.RFC3339))
+		return 0, Usagef("--at: %q is not a time such as 2026-01-31T12:00:00Z", at)
 	}
 	if y := t.UTC().Year(); y < 1970 || y > 9999 {
 		return 0, Usagef("--at: %d is not a year from 1970 to 9999", y)

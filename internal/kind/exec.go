@@ -167,3 +167,9 @@ func (e *Exec) Close(ctx context.Context) error {
 	})
 	return nil
 }
+
+// Slots is how many steps it takes at once.
+func (e *Exec) Slots() int { return e.o.Procs }
+
+// Kind is exec.
+func (e *Exec) Kind() string { return "exec" }
