@@ -332,3 +332,9 @@ func group(t testing.TB, s *Store, units ...Unit) []error {
 	t.Logf("%d units in %d commits", len(units), commitSeq(t, s)-before-1)
 	return errs
 }
+
+// barrier commits nothing but what every transaction sets.
+func barrier(t *testing.T, s *Store) error {
+	t.Helper()
+	return s.Write(t.Context(), func(context.Context, *Tx) error { return nil })
+}

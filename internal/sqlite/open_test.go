@@ -364,7 +364,7 @@ func TestOpenForReadingChangesNothing(t *testing.T) {
 	if !has(t, r, 1) {
 		t.Error("the row is missing")
 	}
-	if r.Write(t.Context(), insert(2)) == nil || r.Barrier(t.Context()) == nil {
+	if r.Write(t.Context(), insert(2)) == nil || barrier(t, r) == nil {
 		t.Error("a store opened for reading wrote")
 	}
 	after, err := os.ReadFile(path)

@@ -210,12 +210,6 @@ func (s *Store) prepared(ctx context.Context, query string) (*sql.Stmt, error) {
 	return st, nil
 }
 
-// Barrier commits a changed row. Everything visible before is durable after it: a process killed inside its fsync
-// leaves rows that the next one can read and that are not on disk yet.
-func (s *Store) Barrier(ctx context.Context) error {
-	return s.Write(ctx, func(context.Context, *Tx) error { return nil })
-}
-
 type content int
 
 const (

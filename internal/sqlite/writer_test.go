@@ -174,7 +174,7 @@ func TestCancelledWhileQueuedNeverRuns(t *testing.T) {
 	if err := <-holder; err != nil {
 		t.Error(err)
 	}
-	if err := s.Barrier(t.Context()); err != nil {
+	if err := barrier(t, s); err != nil {
 		t.Error(err)
 	}
 	if ran.Load() {
@@ -293,7 +293,7 @@ func TestWriteRacingCloseNeitherHangsNorLies(t *testing.T) {
 			})
 		}
 		for range i % 7 {
-			if err := s.Barrier(t.Context()); err != nil {
+			if err := barrier(t, s); err != nil {
 				t.Error(err)
 			}
 		}
@@ -767,10 +767,10 @@ func TestRowsOfWritersLongGoneAreSwept(t *testing.T) {
 	if n := count(); n != 1 {
 		t.Errorf("%d writers, want the new one alone", n)
 	}
-	if err := s.Barrier(t.Context()); err != nil { // not dead after all
+	if err := barrier(t, s); err != nil { // not dead after all
 		t.Error(err)
 	}
-	if err := other.Barrier(t.Context()); err != nil {
+	if err := barrier(t, other); err != nil {
 		t.Error(err)
 	}
 	if n := count(); n != 2 {
