@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -237,5 +238,94 @@ func TestRelayShipsNothingBeforeItsBarrier(t *testing.T) {
 	}
 	if died < 3 {
 		t.Errorf("only %d of the processes were killed inside an fsync", died)
+	}
+}
+
+// mosquitto runs a real broker on a free port.
+func mosquitto(t *testing.T) (broker *spawned, url string) {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	addr := l.Addr().String()
+	l.Close()
+	conf := filepath.Join(t.TempDir(), "mosquitto.conf")
+	_, port, _ := strings.Cut(addr, ":")
+	if err := os.WriteFile(conf, []byte("listener "+port+" 127.0.0.1\nallow_anonymous true\nmax_queued_messages 0\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	path, err := exec.LookPath("mosquitto")
+	if err != nil {
+		path = "/usr/sbin/mosquitto" // where Debian puts it, off a user's path
+	}
+	broker = spawn(t, path, "-c", conf)
+	mqtttest.Eventually(t, "mosquitto listens", func() bool {
+		c, err := net.Dial("tcp", addr)
+		if err != nil {
+			return false
+		}
+		c.Close()
+		return true
+	})
+	return broker, "tcp://" + addr
+}
+
+// The whole way on a real broker, which stops answering in the middle and goes on: every process of its own.
+func TestEverythingArrivesThroughARealBroker(t *testing.T) {
+	bin, dir := binary(t), t.TempDir()
+	db, foldDB := filepath.Join(dir, "n.db"), filepath.Join(dir, "f.db")
+	broker, url := mosquitto(t)
+	spawn(t, bin, "fold", "--broker", url, "--db", foldDB)
+	mqtttest.Eventually(t, "the fold has its database", func() bool {
+		return exec.Command(bin, "fold", "verify", "--db", foldDB).Run() == nil
+	})
+	spawn(t, bin, "serve", "--no-relay", "--node", "n", "--agent", "counter=go:counter", "--db", db)
+	mqtttest.Eventually(t, "an input is taken", func() bool {
+		return exec.Command(bin, "send", "counter", "r0", "--id", "0", "--db", db).Run() == nil
+	})
+	relay := spawn(t, bin, "relay", "--broker", url, "--db", db)
+	send := func(from, to int) {
+		for i := from; i < to; i++ {
+			output(t, bin, "send", "counter", fmt.Sprintf("r%d", i%3), "--id", strconv.Itoa(i), "--db", db)
+		}
+	}
+	send(1, 20)
+	if err := broker.Process.Signal(syscall.SIGSTOP); err != nil {
+		t.Fatal(err)
+	}
+	send(20, 40)
+	relay.end(syscall.SIGKILL)
+	relay = spawn(t, bin, "relay", "--broker", url, "--db", db)
+	output(t, bin, "rewind", "r1", "--to", "2", "--db", db)
+	if err := broker.Process.Signal(syscall.SIGCONT); err != nil {
+		t.Fatal(err)
+	}
+	send(40, 60)
+	relay.end(syscall.SIGKILL)
+	spawn(t, bin, "relay", "--broker", url, "--db", db)
+	mqtttest.Eventually(t, "everything is shipped", func() bool {
+		return strings.Contains(output(t, bin, "outbox", "stats", "--db", db, "-o", "json"), `"pending":0`)
+	})
+	for r, want := range map[string]int64{"r0": 20, "r2": 20} {
+		mqtttest.Eventually(t, "the fold has all of "+r, func() bool {
+			out, err := exec.Command(bin, "fold", "show", r, "--db", foldDB, "-o", "json").Output()
+			var shown struct{ LSN int64 }
+			return err == nil && json.Unmarshal(out, &shown) == nil && shown.LSN == want+1
+		})
+	}
+	var node struct {
+		Branch string
+		LSN    int64
+	}
+	if err := json.Unmarshal([]byte(output(t, bin, "runs", "show", "r1", "--db", db, "-o", "json")), &node); err != nil {
+		t.Fatal(err)
+	}
+	mqtttest.Eventually(t, "the fold has the live line of r1", func() bool {
+		out, err := exec.Command(bin, "fold", "show", "r1", "--db", foldDB, "-o", "json").Output()
+		return err == nil && strings.Contains(string(out), fmt.Sprintf(`"branch":%q,"lsn":%d,`, node.Branch, node.LSN))
+	})
+	if out, err := exec.Command(bin, "fold", "verify", "--db", foldDB).CombinedOutput(); err != nil {
+		t.Errorf("fold verify: %v\n%s", err, out)
 	}
 }

@@ -333,7 +333,7 @@ func (n *node) relay(broker string, topics record.Topics, log *slog.Logger) *rel
 		}
 		return c, nil
 	}
-	return relay.New(outbox.New(n.store, n.id.Name), topics, canonical(n.db)+".relay", dial, relay.Options{Logger: log})
+	return relay.New(outbox.New(n.store, n.id.Name), topics, dial, relay.Options{Logger: log})
 }
 
 // foldStore is an open fold database, and the lock of the one process that subscribes for it: two with one client id

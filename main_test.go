@@ -205,7 +205,7 @@ func sources(t *testing.T) map[string]*source {
 var arrows = map[string][]string{
 	"internal/cli":       {"executor", "outbox", "fold", "internal/record", "internal/sqlite"},
 	"executor":           {"outbox", "internal/agent", "internal/record", "internal/sqlite"},
-	"relay":              {"outbox", "internal/record", "internal/mqtt", "internal/sqlite"},
+	"relay":              {"outbox", "internal/record", "internal/mqtt"},
 	"outbox":             {"internal/record", "internal/sqlite"},
 	"fold":               {"internal/record", "internal/mqtt", "internal/sqlite"},
 	"internal/kind":      {"internal/agent"},

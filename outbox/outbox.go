@@ -20,6 +20,19 @@ import (
 // ErrFenced: a newer lease exists; nothing was changed.
 var ErrFenced = errors.New("a newer relay holds the lease")
 
+// ErrLocked: another relay of this database runs; the message names it.
+var ErrLocked = sqlite.ErrLocked
+
+// Exclude keeps every other relay of this database away until release is called, or this process ends, however it ends:
+// an OS lock on a file beside the database. holder names this process to the others. ErrLocked: another one has it.
+func (o *Outbox) Exclude(holder string) (release func() error, err error) {
+	lock, err := sqlite.TakeLock(o.store.Path()+".relay", holder)
+	if err != nil {
+		return nil, err
+	}
+	return lock.Release, nil
+}
+
 // Outbox reads and writes the outbox tables of one database. It is safe for concurrent use.
 type Outbox struct {
 	store *sqlite.Store

@@ -81,7 +81,7 @@ func newRelay(store *sqlite.Store, broker string, spy func(relay.Conn) relay.Con
 	if o.BackoffMax == 0 {
 		o.BackoffMax = 300 * time.Millisecond
 	}
-	return relay.New(outbox.New(store, nodeName), record.Topics{Root: root}, store.Path()+".relay", func(ctx context.Context) (relay.Conn, error) {
+	return relay.New(outbox.New(store, nodeName), record.Topics{Root: root}, func(ctx context.Context) (relay.Conn, error) {
 		c, err := mqtt.Dial(ctx, mqtt.Options{Broker: broker, ClientID: "relay-of-" + nodeName})
 		if err != nil {
 			return nil, err

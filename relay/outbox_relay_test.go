@@ -503,7 +503,7 @@ func TestNotifyDoesNothingButRing(t *testing.T) {
 	if err := closed.Close(); err != nil {
 		t.Fatal(err)
 	}
-	r := relay.New(outbox.New(closed, nodeName), record.Topics{Root: root}, "/nowhere/lock", func(context.Context) (relay.Conn, error) {
+	r := relay.New(outbox.New(closed, nodeName), record.Topics{Root: root}, func(context.Context) (relay.Conn, error) {
 		t.Error("Notify dials")
 		return nil, errors.New("no")
 	}, relay.Options{})

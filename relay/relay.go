@@ -19,7 +19,6 @@ import (
 
 	"postrider/internal/mqtt"
 	"postrider/internal/record"
-	"postrider/internal/sqlite"
 	"postrider/outbox"
 )
 
@@ -50,7 +49,6 @@ type Options struct {
 type Relay struct {
 	box      *outbox.Outbox
 	topics   record.Topics
-	lockPath string
 	dial     func(context.Context) (Conn, error)
 	o        Options
 	log      *slog.Logger
@@ -60,8 +58,8 @@ type Relay struct {
 	sent     map[int64]int64 // per branch, the highest LSN that ended sessions published and did not see acknowledged
 }
 
-// New returns a relay that ships box's records over connections made by dial, while it holds the lock on lockPath.
-func New(box *outbox.Outbox, topics record.Topics, lockPath string, dial func(context.Context) (Conn, error), o Options) *Relay {
+// New returns a relay that ships box's records over connections made by dial, while it keeps other relays away.
+func New(box *outbox.Outbox, topics record.Topics, dial func(context.Context) (Conn, error), o Options) *Relay {
 	if o.Window == 0 {
 		o.Window = 1024
 	}
@@ -86,7 +84,7 @@ func New(box *outbox.Outbox, topics record.Topics, lockPath string, dial func(co
 	if o.Logger == nil {
 		o.Logger = slog.New(slog.DiscardHandler)
 	}
-	return &Relay{box: box, topics: topics, lockPath: lockPath, dial: dial, o: o, log: o.Logger.With("component", "relay"),
+	return &Relay{box: box, topics: topics, dial: dial, o: o, log: o.Logger.With("component", "relay"),
 		m: newMetrics(o.Metrics), bell: make(chan struct{}, 1), patience: o.AckTimeout, sent: map[int64]int64{}}
 }
 
@@ -101,10 +99,10 @@ func (r *Relay) Notify() {
 // Run ships until ctx ends, and returns nil. Sessions end and start again inside it. The lock is kept between them, so
 // that another relay of this database is refused and names this one.
 func (r *Relay) Run(ctx context.Context) error {
-	var lock *sqlite.Lock
+	var release func() error // of the lock
 	defer func() {
-		if lock != nil {
-			if err := lock.Release(); err != nil {
+		if release != nil {
+			if err := release(); err != nil {
 				r.log.Warn("lock could not be released", "err", err)
 			}
 		}
@@ -112,10 +110,10 @@ func (r *Relay) Run(ctx context.Context) error {
 	said := saidOnce{}
 	for failures := 0; ctx.Err() == nil; failures++ {
 		var end ended
-		if lock == nil {
-			lock, end.err = sqlite.TakeLock(r.lockPath, holder())
+		if release == nil {
+			release, end.err = r.box.Exclude(holder())
 		}
-		if lock != nil {
+		if release != nil {
 			if err := guard(func() error { end = r.runSession(ctx); return nil })(); err != nil {
 				end.err = err
 			}
@@ -198,7 +196,7 @@ func reasonOf(err error) string {
 		return "refused"
 	case errors.Is(err, errPanic):
 		return "panic"
-	case errors.Is(err, sqlite.ErrLocked):
+	case errors.Is(err, outbox.ErrLocked):
 		return "locked"
 	case errors.Is(err, outbox.ErrFenced):
 		return "fenced"

@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"log/slog"
 	"os"
-	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
@@ -91,11 +90,11 @@ func ack(int, string, []byte) error      { return nil }
 func withhold(int, string, []byte) error { return errWithheld }
 
 // lonely is a relay over connections that the test makes.
-func lonely(n *node, lockPath string, dial func(context.Context) (relay.Conn, error), o relay.Options) *relay.Relay {
+func lonely(n *node, dial func(context.Context) (relay.Conn, error), o relay.Options) *relay.Relay {
 	if o.BackoffMax == 0 {
 		o.BackoffMax = 50 * time.Millisecond
 	}
-	return relay.New(n.box, record.Topics{Root: root}, lockPath, dial, o)
+	return relay.New(n.box, record.Topics{Root: root}, dial, o)
 }
 
 func always(c relay.Conn) func(context.Context) (relay.Conn, error) {
@@ -116,13 +115,13 @@ func filled(t *testing.T) *node {
 func TestSecondRelayIsRefusedNamesTheHolderAndTakesOver(t *testing.T) {
 	n := filled(t)
 	first := newFakeConn(withhold)
-	stop := n.start(lonely(n, n.lock(), always(first), relay.Options{}).Run)
+	stop := n.start(lonely(n, always(first), relay.Options{}).Run)
 	mqtttest.Eventually(t, "the first one publishes", func() bool { return first.published() > 0 })
 	var log bytes.Buffer
 	second := newFakeConn(ack)
 	var mu sync.Mutex
 	logger := slog.New(slog.NewTextHandler(&lockedWriter{mu: &mu, w: &log}, nil))
-	n.start(lonely(n, n.lock(), always(second), relay.Options{Logger: logger}).Run)
+	n.start(lonely(n, always(second), relay.Options{Logger: logger}).Run)
 	mqtttest.Eventually(t, "the second one says who holds the lock", func() bool {
 		mu.Lock()
 		defer mu.Unlock()
@@ -155,7 +154,7 @@ func TestStaleRelayChangesNothing(t *testing.T) {
 	stale := newFakeConn(withhold)
 	reg := prometheus.NewRegistry()
 	// After its session ended it would lease anew and fence the other; the long pause keeps it from that.
-	stop := n.start(lonely(n, n.lock(), always(stale), relay.Options{Metrics: reg, BackoffMin: time.Hour, BackoffMax: time.Hour, AckTimeout: time.Hour}).Run)
+	stop := n.start(lonely(n, always(stale), relay.Options{Metrics: reg, BackoffMin: time.Hour, BackoffMax: time.Hour, AckTimeout: time.Hour}).Run)
 	mqtttest.Eventually(t, "it has records in flight", func() bool { return stale.published() > 5 })
 	if err := os.Remove(n.lock()); err != nil {
 		t.Fatal(err)
@@ -166,7 +165,7 @@ func TestStaleRelayChangesNothing(t *testing.T) {
 		}
 		return nil
 	})
-	n.start(lonely(n, n.lock(), always(fresh), relay.Options{AckTimeout: time.Hour}).Run)
+	n.start(lonely(n, always(fresh), relay.Options{AckTimeout: time.Hour}).Run)
 	mqtttest.Eventually(t, "the fresh one ships", func() bool { return n.stats().Shipped == 10 })
 	before := n.rows()
 	stale.release()
@@ -229,7 +228,7 @@ func TestFailedDeliveryStaysPendingAndIsRecorded(t *testing.T) {
 	n := filled(t)
 	pending := n.stats().Pending
 	var sessions atomic.Int64
-	stop := n.start(lonely(n, n.lock(), func(context.Context) (relay.Conn, error) {
+	stop := n.start(lonely(n, func(context.Context) (relay.Conn, error) {
 		sessions.Add(1)
 		return newFakeConn(func(int, string, []byte) error { return fmt.Errorf("publish: %w", mqtt.ErrPeerClosed) }), nil
 	}, relay.Options{}).Run)
@@ -247,7 +246,7 @@ func TestFailedDeliveryStaysPendingAndIsRecorded(t *testing.T) {
 	if c := n.count("SELECT count(*) FROM relay_lease WHERE last_error LIKE '%closed the connection%' AND next_us > since_us"); c != 1 {
 		t.Error("the failure and the next try are not recorded with the lease")
 	}
-	n.start(lonely(n, n.lock(), always(newFakeConn(ack)), relay.Options{}).Run)
+	n.start(lonely(n, always(newFakeConn(ack)), relay.Options{}).Run)
 	n.awaitShipped()
 	if c := n.count("SELECT count(*) FROM branch WHERE deliveries > 0 OR last_error IS NOT NULL"); c != 0 {
 		t.Error("what was recorded is not cleared by success")
@@ -269,7 +268,7 @@ func TestFailedAcknowledgementRedelivers(t *testing.T) {
 	}
 	t.Cleanup(func() { store.Close() })
 	conn, reg := newFakeConn(ack), prometheus.NewRegistry()
-	n.start(relay.New(outbox.New(store, nodeName), record.Topics{Root: root}, n.lock(), always(conn), relay.Options{BackoffMax: 50 * time.Millisecond, Metrics: reg}).Run)
+	n.start(relay.New(outbox.New(store, nodeName), record.Topics{Root: root}, always(conn), relay.Options{BackoffMax: 50 * time.Millisecond, Metrics: reg}).Run)
 	n.awaitShipped()
 	if broken.Load() >= 0 {
 		t.Fatal("no acknowledgement failed")
@@ -307,7 +306,7 @@ func TestFailedReadAheadLosesNothing(t *testing.T) {
 		return nil
 	})
 	reg := prometheus.NewRegistry()
-	n.start(lonely(n, n.lock(), always(conn), relay.Options{AckTimeout: time.Hour, Metrics: reg}).Run)
+	n.start(lonely(n, always(conn), relay.Options{AckTimeout: time.Hour, Metrics: reg}).Run)
 	wait(t, arrived)
 	// Only the two watches hold a reading connection once the batch ahead was read. To look too early would only weaken
 	// the test.
@@ -345,7 +344,7 @@ func TestPanicAboutALostConnectionEndsTheSessionOnly(t *testing.T) {
 	n, reg := filled(t), prometheus.NewRegistry()
 	bad, good := newFakeConn(withhold), newFakeConn(ack)
 	var dials atomic.Int64
-	n.start(lonely(n, n.lock(), func(context.Context) (relay.Conn, error) {
+	n.start(lonely(n, func(context.Context) (relay.Conn, error) {
 		if dials.Add(1) == 1 {
 			return panicky{bad}, nil
 		}
@@ -371,7 +370,7 @@ func TestRunReturnsOnlyWhenInterrupted(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			var dials atomic.Int64
-			r := lonely(n, filepath.Join(t.TempDir(), "lock"), func(ctx context.Context) (relay.Conn, error) {
+			r := lonely(n, func(ctx context.Context) (relay.Conn, error) {
 				dials.Add(1)
 				return dial(ctx)
 			}, relay.Options{BackoffMin: time.Millisecond, BackoffMax: 2 * time.Millisecond})
@@ -398,7 +397,10 @@ func TestRunReturnsOnlyWhenInterrupted(t *testing.T) {
 		})
 	}
 	t.Run("no lock to be had", func(t *testing.T) {
-		r := lonely(n, "/nowhere/at/all", always(newFakeConn(ack)), relay.Options{BackoffMin: time.Millisecond, BackoffMax: 2 * time.Millisecond})
+		if err := errors.Join(os.Remove(n.lock()), os.Mkdir(n.lock(), 0o700)); err != nil {
+			t.Fatal(err)
+		}
+		r := lonely(n, always(newFakeConn(ack)), relay.Options{BackoffMin: time.Millisecond, BackoffMax: 2 * time.Millisecond})
 		ctx, cancel := context.WithTimeout(n.ctx, 50*time.Millisecond)
 		defer cancel()
 		if err := r.Run(ctx); err != nil || ctx.Err() == nil {
@@ -416,7 +418,7 @@ func TestEndSettlesWhatIsInFlight(t *testing.T) {
 	conn := newFakeConn(withhold)
 	ctx, cancel := context.WithCancel(n.ctx)
 	done := make(chan error, 1)
-	r := lonely(n, n.lock(), always(conn), relay.Options{Grace: patience, AckTimeout: time.Hour})
+	r := lonely(n, always(conn), relay.Options{Grace: patience, AckTimeout: time.Hour})
 	go func() { done <- r.Run(ctx) }()
 	total := int(n.stats().Pending)
 	mqtttest.Eventually(t, "all is in flight", func() bool { return conn.published() == total })
@@ -434,7 +436,7 @@ func TestEndSettlesWhatIsInFlight(t *testing.T) {
 func TestSilenceEndsTheSession(t *testing.T) {
 	n := filled(t)
 	reg := prometheus.NewRegistry()
-	stop := n.start(lonely(n, n.lock(), func(context.Context) (relay.Conn, error) { return newFakeConn(withhold), nil },
+	stop := n.start(lonely(n, func(context.Context) (relay.Conn, error) { return newFakeConn(withhold), nil },
 		relay.Options{AckTimeout: 20 * time.Millisecond, Grace: 10 * time.Millisecond, Metrics: reg}).Run)
 	mqtttest.Eventually(t, "two sessions were given up", func() bool { return value(t, reg, "postrider_relay_restarts_total", "timeout") >= 2 })
 	stop()
@@ -446,7 +448,7 @@ func TestSilenceEndsTheSession(t *testing.T) {
 func TestWindowBoundsWhatIsInFlight(t *testing.T) {
 	n := filled(t)
 	conn := newFakeConn(withhold)
-	n.start(lonely(n, n.lock(), always(conn), relay.Options{Window: 7, AckTimeout: time.Hour, Grace: time.Millisecond}).Run)
+	n.start(lonely(n, always(conn), relay.Options{Window: 7, AckTimeout: time.Hour, Grace: time.Millisecond}).Run)
 	mqtttest.Eventually(t, "the window is full", func() bool { return conn.published() == 7 })
 	for n.stats().Pending > 0 {
 		conn.release()
@@ -475,7 +477,7 @@ func TestExpiredMessageIsNotSent(t *testing.T) {
 	}
 	n.await([]runKey{{"t", "r"}}, "idle")
 	conn := newFakeConn(ack)
-	n.start(lonely(n, n.lock(), always(conn), relay.Options{}).Run)
+	n.start(lonely(n, always(conn), relay.Options{}).Run)
 	n.awaitShipped()
 	conn.mu.Lock()
 	defer conn.mu.Unlock()
@@ -503,7 +505,7 @@ func TestRecordsGoToTheirTopics(t *testing.T) {
 		t.Fatal(err)
 	}
 	conn := newFakeConn(ack)
-	n.start(lonely(n, n.lock(), always(conn), relay.Options{}).Run)
+	n.start(lonely(n, always(conn), relay.Options{}).Run)
 	mqtttest.Eventually(t, "all is published", func() bool { return conn.published() == 4 })
 	conn.mu.Lock()
 	defer conn.mu.Unlock()
