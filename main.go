@@ -84,6 +84,7 @@ var endings = []struct {
 	{executor.ErrInvalid, exitUsage, ""},
 	{sqlite.ErrNotFound, exitNotFound, "postrider dev and postrider serve make a database; --db FILE names another one"},
 	{sqlite.ErrForeign, exitNotFound, "--db FILE names the database"},
+	{sqlite.ErrGone, exitNotFound, "put the file back and start again; what was sent meanwhile is lost"},
 	{sqlite.ErrNewer, exitNotFound, "use the version of postrider that wrote it, or a later one"},
 	{executor.ErrNotFound, exitNotFound, ""},
 	{fold.ErrNotFound, exitNotFound, ""},
@@ -116,7 +117,7 @@ const shutdownLimit = 10 * time.Second
 // lastCall is how long dev's fold goes on after the relay. What it misses is shipped again at the next start.
 const lastCall = 300 * time.Millisecond
 
-// untilSignal gives a command that runs until it is told to end an orderly end: the first SIGINT or SIGTERM ends its
+// untilSignal gives a command that runs until it is told to end an orderly end: the first SIGINT, SIGTERM or SIGHUP ends its
 // context, the second ends the process at once. Other commands die of the first: all they write is one transaction.
 func untilSignal[T any](command func(context.Context, T) error) func(context.Context, T) error {
 	return func(ctx context.Context, o T) error {
@@ -124,7 +125,7 @@ func untilSignal[T any](command func(context.Context, T) error) func(context.Con
 		defer cancel()
 		// Not the default effect for the second one: a shell starts what it puts into the background with SIGINT ignored.
 		signals := make(chan os.Signal, 2)
-		signal.Notify(signals, syscall.SIGINT, syscall.SIGTERM)
+		signal.Notify(signals, syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP)
 		go func() {
 			<-signals
 			cancel()
@@ -236,6 +237,7 @@ func (p process) serve(ctx context.Context, n cli.Node) (err error) {
 		context.AfterFunc(shipping, func() { time.AfterFunc(lastCall, cancel) })
 		g.Add(func() error { return sub.Run(ctx) }, func(error) {})
 	}
+	g.Add(node.guard(ctx))
 	log.Info("node runs", "node", node.id.Name, "db", n.DB, "agents", strings.Join(slices.Sorted(maps.Keys(agents)), ","))
 	if events != nil {
 		log.Info("to try it, run this in another terminal", "command", example(n))
@@ -255,7 +257,12 @@ func (p process) relay(ctx context.Context, o cli.Relay) (err error) {
 	node := &node{store: store, id: id, db: o.DB}
 	defer func() { err = errors.Join(err, node.close()) }()
 	p.app.Log.Info("relay runs", "node", id.Name, "db", o.DB, "broker", shown(o.Broker))
-	return node.relay(o.Broker, o.Topics, p.app.Log).Run(ctx)
+	var g run.Group
+	g.Add(node.guard(ctx))
+	r := node.relay(o.Broker, o.Topics, p.app.Log)
+	ctx, cancel := context.WithCancel(ctx)
+	g.Add(func() error { return r.Run(ctx) }, func(error) { cancel() })
+	return g.Run()
 }
 
 // fold counts what nodes ship.
@@ -286,6 +293,16 @@ type node struct {
 }
 
 func openNode(ctx context.Context, n cli.Node, log *slog.Logger) (*node, error) {
+	// A running node comes first: without its file, a new one would be made beside it.
+	if _, err := os.Stat(canonical(n.DB) + ".node"); err == nil {
+		lock, err := takeLock(n.DB, "node")
+		if err != nil {
+			return nil, err
+		}
+		if err := lock.Release(); err != nil {
+			return nil, err
+		}
+	}
 	store, id, err := openStore(ctx, n.DB, cmp.Or(n.Name, n.NewName), log)
 	if errors.Is(err, sqlite.ErrNotFound) && n.Name == "" && n.NewName == "" {
 		return nil, cli.WithHint(&cli.UsageError{Err: err}, "the first start makes the database and needs --node NAME")
@@ -314,6 +331,25 @@ func openStore(ctx context.Context, db, newName string, log *slog.Logger) (*sqli
 		return nil, sqlite.Node{}, errors.Join(err, store.Close())
 	}
 	return store, id, nil
+}
+
+// guard is an actor that ends the process when its database is removed or replaced: all it did would go nowhere.
+func (n *node) guard(ctx context.Context) (execute func() error, interrupt func(error)) {
+	ctx, cancel := context.WithCancel(ctx)
+	return func() error {
+		tick := time.NewTicker(2 * time.Second)
+		defer tick.Stop()
+		for {
+			select {
+			case <-ctx.Done():
+				return nil
+			case <-tick.C:
+			}
+			if err := n.store.Check(); err != nil {
+				return err
+			}
+		}
+	}, func(error) { cancel() }
 }
 
 func (n *node) close() error {
@@ -389,6 +425,9 @@ func takeLock(db, what string) (*sqlite.Lock, error) {
 func canonical(path string) string {
 	if real, err := filepath.EvalSymlinks(path); err == nil {
 		return real
+	}
+	if dir, err := filepath.EvalSymlinks(filepath.Dir(path)); err == nil {
+		return filepath.Join(dir, filepath.Base(path))
 	}
 	return path
 }

@@ -287,7 +287,7 @@ CREATE INDEX inbox_created ON inbox (created_branch, created_step) WHERE created
 CREATE INDEX inbox_cancelled ON inbox (cancelled_branch) WHERE cancelled_branch IS NOT NULL;
 -- A run's own commands that it may still cancel.
 CREATE INDEX inbox_command ON inbox (command_id, created_branch) WHERE command_id IS NOT NULL AND consumed_branch IS NULL AND cancelled_branch IS NULL AND ended_us IS NULL;
-CREATE INDEX inbox_dead ON inbox (id) WHERE outcome = 'dead';
+CREATE INDEX inbox_dead ON inbox (run, id) WHERE outcome = 'dead';
 
 -- Input ids that were accepted: explicit and foreign ones. A second arrival is a duplicate when the content agrees,
 -- else a conflict.

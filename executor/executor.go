@@ -330,10 +330,12 @@ func (e *Executor) ask(ctx context.Context, c *claim, now time.Time) (_ agent.Ef
 
 // judge turns an agent's error into what happens to its input.
 func (e *Executor) judge(c *claim, aerr error) verdict {
-	v := verdict{reason: cut(aerr.Error(), 4096), status: "waiting", countsAsOf: c.attempt}
+	v := verdict{reason: cut(aerr.Error(), 4096), public: fmt.Sprintf("%d failed attempts", c.attempt), status: "waiting", countsAsOf: c.attempt}
 	now := e.store.NowUS()
 	var said *agent.Error
-	errors.As(aerr, &said)
+	if errors.As(aerr, &said) {
+		v.public = cut(said.Error(), 1024)
+	}
 	switch {
 	case said != nil && said.Code == agent.Busy:
 		pause := said.RetryAfter

@@ -162,7 +162,7 @@ func TestExhaustedRunIsPausedAndSaysSo(t *testing.T) {
 	if got := strings.Join(n.exported("r"), ", "); got != "1 postrider.run.started, 2 postrider.run.paused" {
 		t.Errorf("records %s", got)
 	}
-	if got := n.value("SELECT CAST(data AS TEXT) FROM outbox WHERE type = 'postrider.run.paused'"); got != `{"reason":"attempt 3: `+"\uFFFD"+` \"quoted\"\n"}` {
+	if got := n.value("SELECT CAST(data AS TEXT) FROM outbox WHERE type = 'postrider.run.paused'"); got != `{"reason":"3 failed attempts"}` {
 		t.Errorf("reason %s", got)
 	}
 	if got := n.value("SELECT attempts FROM inbox WHERE input_id = 'x'"); got != "3" {

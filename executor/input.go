@@ -102,6 +102,9 @@ func (in *Input) check() error {
 		}
 	}
 	if in.ID != "" {
+		if in.Run == "" {
+			return fmt.Errorf("%w id: ids count within a run, and none is given", ErrInvalid)
+		}
 		if err := checkID(in.ID); err != nil {
 			return fmt.Errorf("%w id: %w", ErrInvalid, err)
 		}

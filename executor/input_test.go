@@ -143,3 +143,16 @@ func TestInputsComeInOrderOfDueTimeThenArrival(t *testing.T) {
 		t.Errorf("inputs came as %s", got)
 	}
 }
+
+// An id counts within a run, so it needs one: with a new run each time it would count every time.
+func TestIDWithoutARunIsRefused(t *testing.T) {
+	n := newNode(t, one(scripted), Options{})
+	n.settle()
+	_, err := Submit(t.Context(), n.store, Input{Tenant: "d", Agent: "a", ID: "order-17", Type: "t", Data: []byte("{}")})
+	if !errors.Is(err, ErrInvalid) {
+		t.Errorf("error: %v", err)
+	}
+	if got := n.value("SELECT count(*) FROM run"); got != "0" {
+		t.Errorf("%s runs", got)
+	}
+}

@@ -14,11 +14,12 @@ type RunInfo struct {
 	Tenant, Run, Agent, Status string
 	Branch                     string // the live one
 	Gen                        int64
-	Step, LSN                  int64 // head of the live branch
-	Pending                    int64 // inputs that wait, timers among them
-	Attempts                   int64 // failed ones of the step in hand
-	LastError                  string
-	WakeUS, UpdatedUS          int64 // WakeUS 0: nothing scheduled
+	Step, LSN                  int64  // head of the live branch
+	Pending                    int64  // inputs that wait, timers among them
+	Dead                       int64  // inputs that were set aside
+	Attempts                   int64  // failed ones of the step in hand
+	LastError                  string // of the step in hand, else why the newest dead input was set aside
+	WakeUS, UpdatedUS          int64  // WakeUS 0: nothing scheduled
 }
 
 // Runs lists runs in order of tenant and name, those after the given pair: tenant "" lists all tenants.
@@ -42,10 +43,11 @@ func Runs(ctx context.Context, store *sqlite.Store, tenant string, afterTenant, 
 
 const runQuery = `SELECT r.tenant, r.name, r.agent, r.status, b.ulid, b.gen, b.head_step, b.head_lsn,
 	(SELECT count(*) FROM inbox i WHERE i.run = r.id AND i.consumed_branch IS NULL AND i.cancelled_branch IS NULL AND i.ended_us IS NULL),
-	r.attempts, COALESCE(r.last_error, ''), COALESCE(r.wake_us, 0), r.updated_us FROM run r JOIN branch b ON b.id = r.live`
+	(SELECT count(*) FROM inbox i WHERE i.run = r.id AND i.outcome = 'dead'),
+	r.attempts, COALESCE(r.last_error, (SELECT reason FROM inbox i WHERE i.run = r.id AND i.outcome = 'dead' ORDER BY i.id DESC LIMIT 1), ''), COALESCE(r.wake_us, 0), r.updated_us FROM run r JOIN branch b ON b.id = r.live`
 
 func (r *RunInfo) dest() []any {
-	return []any{&r.Tenant, &r.Run, &r.Agent, &r.Status, &r.Branch, &r.Gen, &r.Step, &r.LSN, &r.Pending, &r.Attempts, &r.LastError, &r.WakeUS, &r.UpdatedUS}
+	return []any{&r.Tenant, &r.Run, &r.Agent, &r.Status, &r.Branch, &r.Gen, &r.Step, &r.LSN, &r.Pending, &r.Dead, &r.Attempts, &r.LastError, &r.WakeUS, &r.UpdatedUS}
 }
 
 // BranchInfo is one line of a run's history.

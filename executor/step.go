@@ -236,7 +236,7 @@ func commitStep(ctx context.Context, tx *sqlite.Tx, c *claim, e *effects, yield 
 		_, _, err = tx.Exec(ctx, "UPDATE run SET status = ?, wake_us = NULL WHERE id = ?", status, c.run)
 		return nil, err
 	case e.next == agent.Continue && continues >= maxContinue:
-		return nil, pause(ctx, tx, c.run, head, c.step, fmt.Sprintf("%d steps in a row without input", continues))
+		return nil, pause(ctx, tx, c.run, head, c.step, fmt.Sprintf("%d steps in a row without input", continues), "")
 	case yield:
 		_, _, err = tx.Exec(ctx, "UPDATE run SET status = 'ready', wake_us = ? WHERE id = ?", tx.NowUS, c.run)
 		return nil, err
@@ -305,9 +305,12 @@ func letGo(ctx context.Context, tx *sqlite.Tx, run, input int64) error {
 	return nil
 }
 
-// pause stops a run until a person decides, and says so on its topic.
-func pause(ctx context.Context, tx *sqlite.Tx, run int64, head outbox.Head, step int64, reason string) error {
+// pause stops a run until a person decides, and says so on its topic. detail, if any, stays here.
+func pause(ctx context.Context, tx *sqlite.Tx, run int64, head outbox.Head, step int64, reason, detail string) error {
 	paused := record.Record{Kind: record.Event, Type: record.TypeRunPaused, Data: appendReason(nil, reason), Occurred: tx.NowUS}
+	if detail != "" {
+		reason = detail
+	}
 	if _, err := appendTo(ctx, tx, head, step, []record.Record{paused}); err != nil {
 		return err
 	}
@@ -317,7 +320,8 @@ func pause(ctx context.Context, tx *sqlite.Tx, run int64, head outbox.Head, step
 
 // verdict is what a failed attempt leads to.
 type verdict struct {
-	reason     string
+	reason     string // for this node's operator
+	public     string // for everybody: what else is known of a failure may hold an agent's state or its command's secrets
 	status     string // waiting, paused, or dead: the input is set aside
 	wakeUS     int64  // waiting
 	countsAsOf int64  // attempts after this one; a busy agent's stay as they were
@@ -347,7 +351,7 @@ func failStep(ctx context.Context, tx *sqlite.Tx, c *claim, v verdict) error {
 	case v.status == "waiting":
 		return nil
 	case v.status == "paused" || c.input == nil:
-		return pause(ctx, tx, c.run, c.head, c.step-1, v.reason)
+		return pause(ctx, tx, c.run, c.head, c.step-1, v.public, v.reason)
 	}
 	if _, _, err := tx.Exec(ctx, "UPDATE inbox SET ended_us = ?, outcome = 'dead', reason = ? WHERE id = ?", tx.NowUS, v.reason, c.input.row); err != nil {
 		return fmt.Errorf("set input aside: %w", err)

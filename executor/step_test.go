@@ -308,7 +308,7 @@ func TestLocalCommandsAreInputsWithinTheStep(t *testing.T) {
 	n.mustBe("new2", "idle", "1")
 	n.mustBe("over", "done", "1")
 	n.mustBe("others", "idle", "1")
-	rows := n.value(`SELECT group_concat(run_name || ': ' || reason, '; ') FROM inbox WHERE outcome = 'dead'`)
+	rows := n.value(`SELECT group_concat(run_name || ': ' || reason, '; ' ORDER BY id) FROM inbox WHERE outcome = 'dead'`)
 	want := `new: conflict: input id "pr:n1/d/r/k" of run new was used for other content; over: conflict: run over is done and takes no input; ` +
 		`others: conflict: run others belongs to agent b, not a`
 	if rows != want {

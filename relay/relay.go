@@ -135,7 +135,7 @@ func (r *Relay) Run(ctx context.Context) error {
 		}
 		r.m.restarts.WithLabelValues(reason).Inc()
 		if said.due(reason) {
-			r.log.Warn("session ended; records wait in the outbox", "reason", reason, "err", end.err, "next_in", pause.Round(time.Millisecond))
+			r.log.Warn("session ended; records wait in the outbox", "reason", reason, "err", end.err, "first_in_flight", end.first, "next_in", pause.Round(time.Millisecond))
 		}
 		if end.fence != 0 {
 			if err := r.box.Failed(ctx, end.fence, end.inFlight, cut(end.err.Error()), time.Now().Add(pause)); err != nil && ctx.Err() == nil {

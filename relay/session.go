@@ -36,11 +36,13 @@ type ended struct {
 	fence    int64   // 0: none was taken
 	progress bool    // something was acknowledged
 	inFlight []int64 // branches with records published and not acknowledged
+	first    string  // the first of these records; "": none
 }
 
 // flight is a record under way.
 type flight struct {
 	shipped  outbox.Shipped
+	key      record.BranchKey
 	size     int64
 	at       time.Time
 	delivery mqtt.Delivery
@@ -61,18 +63,19 @@ var alreadyDone = func() chan struct{} { c := make(chan struct{}); close(c); ret
 //	                  ▲  window: records, bytes │
 //	                  └───────── room ◀─────────┘
 type session struct {
-	r       *Relay
-	conn    Conn
-	fence   int64
-	watch   *outbox.Watch
-	slots   chan struct{} // one place per record in flight
-	flights chan flight   // in the order of publishing
-	bytes   atomic.Int64  // in flight
-	window  atomic.Int64  // bytes that may be
-	room    chan struct{}
-	handed  map[int64]int64 // per branch, the last LSN handed to the client; the publisher's
-	acked   atomic.Bool     // something was
-	left    map[int64]int64 // per branch, the highest LSN without a PUBACK at the end
+	r         *Relay
+	conn      Conn
+	fence     int64
+	watch     *outbox.Watch
+	slots     chan struct{} // one place per record in flight
+	flights   chan flight   // in the order of publishing
+	bytes     atomic.Int64  // in flight
+	window    atomic.Int64  // bytes that may be
+	room      chan struct{}
+	handed    map[int64]int64 // per branch, the last LSN handed to the client; the publisher's
+	acked     atomic.Bool     // something was
+	left      map[int64]int64 // per branch, the highest LSN without a PUBACK at the end
+	leftFirst *flight         // the first of them
 
 	mu      sync.Mutex
 	settled map[int64]int64 // per branch, LSN acknowledged in the outbox since publish last looked
@@ -144,6 +147,7 @@ func (s *session) run(ctx context.Context) ended {
 	for f := range s.flights { // closed by the publisher
 		s.unsettled(f)
 	}
+	end.first = s.first()
 	for branch, lsn := range s.left {
 		s.r.sent[branch] = max(s.r.sent[branch], lsn)
 		end.inFlight = append(end.inFlight, branch)
@@ -151,8 +155,20 @@ func (s *session) run(ctx context.Context) ended {
 	return end
 }
 
+// first describes the first record that was left without a PUBACK, for the log: perhaps the broker does not take it.
+func (s *session) first() string {
+	f := s.leftFirst
+	if f == nil {
+		return ""
+	}
+	return fmt.Sprintf("%s/%s record %d, %d bytes", f.key.Tenant, f.key.Run, f.shipped.LSN, f.size)
+}
+
 // unsettled notes a record whose PUBACK this session does not wait for any more. It is used by one goroutine at a time.
 func (s *session) unsettled(f flight) {
+	if s.leftFirst == nil {
+		s.leftFirst = &f
+	}
 	s.left[f.shipped.Branch] = max(s.left[f.shipped.Branch], f.shipped.LSN)
 }
 
@@ -285,7 +301,7 @@ func (s *session) send(ctx context.Context, items []outbox.Item) (sent int, err 
 		}
 		s.bytes.Add(size)
 		s.handed[it.Branch] = it.LSN
-		f := flight{shipped: outbox.Shipped{Branch: it.Branch, LSN: it.LSN, Bytes: it.Bytes, Recorded: it.Recorded}, size: size, at: time.Now()}
+		f := flight{shipped: outbox.Shipped{Branch: it.Branch, LSN: it.LSN, Bytes: it.Bytes, Recorded: it.Recorded}, key: it.Key, size: size, at: time.Now()}
 		if s.r.box.Expired(&it.Record) {
 			f.shipped.Expired, f.delivery = []int64{it.LSN}, unsent{}
 		} else {

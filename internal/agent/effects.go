@@ -246,6 +246,9 @@ func instant(to *time.Time) field {
 
 func list[T any](to *[]T, one func(path string, raw json.RawMessage) (T, error)) field {
 	return func(path string, raw json.RawMessage) error {
+		if string(raw) == "null" { // how many writers say that a list is empty
+			return nil
+		}
 		if raw[0] != '[' {
 			return wrongType(path, "an array", raw)
 		}

@@ -104,7 +104,6 @@ func TestDecodeEffectsRefuses(t *testing.T) {
 		{`{"events":[{},{},{"type":"x","foo":1}]}`, "effects: events[2].foo: unknown field"},
 		{`{"events":[{"type":"x","type":"x"}]}`, "events[0].type: given twice"},
 		{`{"events":{}}`, "events: want an array, not an object"},
-		{`{"events":null}`, "events: want an array, not null"},
 		{`{"events":[1]}`, "events[0]: want an object, not a number"},
 		{`{"events":[{"type":1}]}`, "events[0].type: want a string, not a number"},
 		{`{"events":[{"type":"\ud800"}]}`, `events[0].type: lone surrogate \ud800`},
@@ -271,4 +270,11 @@ func FuzzDecode(f *testing.F) {
 			}
 		}
 	})
+}
+
+func TestNullListIsEmpty(t *testing.T) {
+	e, err := DecodeEffects([]byte(`{"events": null, "commands": null, "messages": null, "cancel": null}`))
+	if err != nil || len(e.Events)+len(e.Commands)+len(e.Messages)+len(e.Cancel) != 0 {
+		t.Errorf("%+v, %v", e, err)
+	}
 }

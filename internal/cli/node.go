@@ -2,6 +2,8 @@ package cli
 
 import (
 	"context"
+	"net"
+	"strconv"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -49,7 +51,7 @@ The node's name is fixed with its first start; later it may be left out. One pro
 	}
 	n.flags(c.Flags(), "`NAME` of the node, unique in its fleet; needed by the first start")
 	c.Flags().StringVar(&n.Broker, "broker", "", "`URL` of the broker: tcp://, mqtt://, tls://, ws://, wss:// or host:port")
-	c.Flags().BoolVar(&n.NoRelay, "no-relay", false, "ship nothing; `postrider relay` does")
+	c.Flags().BoolVar(&n.NoRelay, "no-relay", false, "ship nothing; a relay of its own does")
 	c.RunE = func(c *cobra.Command, _ []string) error {
 		if err := n.check(c.Flags()); err != nil {
 			return err
@@ -88,6 +90,11 @@ everybody who reaches its address, and forgets everything when it ends.`,
 		}
 		if n.Embedded == "" {
 			return Usagef("--mqtt: an address is missing")
+		}
+		if _, port, err := net.SplitHostPort(n.Embedded); err != nil {
+			return Usagef("--mqtt: %q is not host:port", n.Embedded)
+		} else if _, err := strconv.ParseUint(port, 10, 16); err != nil {
+			return Usagef("--mqtt: %q is not a port", port)
 		}
 		if len(n.Agents) == 0 {
 			n.Agents = []string{"counter=go:counter"}

@@ -18,11 +18,13 @@ func (a *App) Rewind() *cobra.Command {
 		Short: "Take a run back to an earlier step",
 		Long: `Open a new live branch of a run at a step of its live lineage (0 is the state before the first). A step in progress is
 dropped, records after that step which were not shipped are withheld, and what was pending at it is pending again.
-Inputs from outside that the abandoned steps consumed are not given again. The node may be running.`,
+Inputs from outside that the abandoned steps consumed are not given again. The node may be running. A rewind to its own
+last step sets a paused run going again.`,
 		Example: "  postrider rewind run-1 --to 3\n  postrider rewind run-1 --to 0 --reason 'wrong model'",
 		Args:    args(1, "RUN"),
 	}
 	c.Flags().Int64Var(&to, "to", -1, "`STEP` to go back to (required)")
+	c.Flags().Lookup("to").DefValue = "" // none: it must be given
 	c.Flags().StringVar(&reason, "reason", "", "`TEXT` that is exported with the new branch")
 	c.RunE = func(c *cobra.Command, given []string) error {
 		if err := a.oneTenant(); err != nil {

@@ -3,6 +3,7 @@ package cli
 import (
 	"context"
 	"errors"
+	"regexp"
 
 	"github.com/spf13/cobra"
 
@@ -41,18 +42,18 @@ func (a *App) runsLs() *cobra.Command {
 					for _, r := range runs {
 						if a.output == "table" {
 							rows = append(rows, []string{r.Tenant, r.Run, r.Agent, r.Status, number(r.Step), number(r.LSN), number(r.Pending),
-								stamp(r.UpdatedUS), cut(r.LastError, 120)})
+								number(r.Dead), stamp(r.UpdatedUS), cut(cause(r.LastError), 120)})
 							continue
 						}
 						err := out.add(object("tenant", r.Tenant, "run", r.Run, "agent", r.Agent, "status", r.Status, "branch", r.Branch, "gen", r.Gen,
-							"step", r.Step, "lsn", r.LSN, "pending", r.Pending, "attempts", r.Attempts, "last_error", r.LastError,
+							"step", r.Step, "lsn", r.LSN, "pending", r.Pending, "dead", r.Dead, "attempts", r.Attempts, "last_error", r.LastError,
 							"wake_at", stampOrNull(r.WakeUS), "updated_at", stampOrNull(r.UpdatedUS)))
 						if err != nil {
 							return err
 						}
 					}
 					if a.output == "table" && (len(rows) > 0 || tenant == "") {
-						if err := a.table([]string{"TENANT", "RUN", "AGENT", "STATUS", "STEP", "LSN", "PENDING", "UPDATED", "LAST ERROR"}, rows); err != nil {
+						if err := a.table([]string{"TENANT", "RUN", "AGENT", "STATUS", "STEP", "LSN", "PENDING", "DEAD", "UPDATED", "LAST ERROR"}, rows); err != nil {
 							return err
 						}
 					}
@@ -69,6 +70,12 @@ func (a *App) runsLs() *cobra.Command {
 		},
 	}
 }
+
+// stepOf is how errors of steps begin; a row says that already.
+var stepOf = regexp.MustCompile(`^agent [A-Za-z0-9_-]+, step [^ ]+(?: of [^ ]+)?: `)
+
+// cause is the end of an error that tells a reader of a row what is wrong.
+func cause(lastError string) string { return stepOf.ReplaceAllString(lastError, "") }
 
 func (a *App) runsShow() *cobra.Command {
 	return &cobra.Command{
@@ -88,10 +95,10 @@ func (a *App) runsShow() *cobra.Command {
 				if a.output != "table" {
 					return a.printJSON(object("tenant", d.Tenant, "run", d.Run, "agent", d.Agent, "status", d.Status, "branch", d.Branch,
 						"step", d.Step, "lsn", d.LSN, "state", raw(d.State), "branches", d.Branches,
-						"pending", d.Pending, "attempts", d.Attempts, "last_error", d.LastError, "wake_at", stampOrNull(d.WakeUS)))
+						"pending", d.Pending, "dead", d.Dead, "attempts", d.Attempts, "last_error", d.LastError, "wake_at", stampOrNull(d.WakeUS)))
 				}
 				pairs := []string{"tenant", d.Tenant, "run", d.Run, "agent", d.Agent, "status", d.Status, "branch", d.Branch,
-					"step", number(d.Step), "lsn", number(d.LSN), "pending", number(d.Pending)}
+					"step", number(d.Step), "lsn", number(d.LSN), "pending", number(d.Pending), "dead", number(d.Dead)}
 				if d.LastError != "" {
 					pairs = append(pairs, "attempts", number(d.Attempts), "last error", cut(d.LastError, 1000))
 				}

@@ -29,7 +29,7 @@ func (a *App) Send() *cobra.Command {
 		Long: `Store an input for a run of an agent, durably, and print where it went. Without RUN a new run is started. The node
 need not be running; one that runs takes the input within a quarter of a second.
 
-An input with an --id counts once, however often it is sent; the same id with other content is a conflict.`,
+An input with an --id counts once in its run, however often it is sent; the same id with other content is a conflict.`,
 		Example: "  postrider send counter run-1 --data '{\"hello\": 1}'\n" +
 			"  postrider send counter run-1 --type order --id order-17 --data @order.json\n" +
 			"  date +'\"%F\"' | postrider send counter run-1 --data - --in 5m",

@@ -9,7 +9,9 @@ import (
 	"io"
 	"log/slog"
 	"os/exec"
+	"regexp"
 	"runtime"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -35,11 +37,10 @@ var errUsedUp = errors.New("process used up")
 //	readStdout ── line ── log | stale | heartbeat | answer | fault ──► call
 //	readStderr ── line ── log
 type process struct {
-	command string
-	grace   time.Duration // from TERM to KILL
-	log     *slog.Logger
-	stale   *atomic.Int64
-	served  bool // owned by the step in hand
+	grace  time.Duration // from TERM to KILL
+	log    *slog.Logger
+	stale  *atomic.Int64
+	served bool // owned by the step in hand
 
 	cmd            *exec.Cmd
 	stdin          io.WriteCloser
@@ -61,6 +62,7 @@ type call struct {
 	id     string
 	answer chan answer
 	beat   chan struct{}
+	other  atomic.Pointer[string] // the id of a reply that was for another step
 }
 
 // answer ends a call. With a fault the process cannot be used again.
@@ -70,10 +72,27 @@ type answer struct {
 	fault   error
 }
 
+// words are what a simple command is made of: nothing there that means anything to a shell.
+var words = regexp.MustCompile(`^[A-Za-z0-9_./+:@,-]+( +[A-Za-z0-9_./+:@,=-]+)*$`)
+
+// notPrograms are first words that exec cannot run, or runs otherwise.
+var notPrograms = []string{".", ":", "alias", "case", "cd", "command", "do", "done", "else", "esac", "eval", "exec", "exit", "export", "fi", "for",
+	"if", "in", "read", "return", "set", "shift", "source", "then", "time", "trap", "ulimit", "umask", "unset", "until", "wait", "while"}
+
+// simple reports whether a command is one program with its arguments. The shell then becomes that program instead of
+// waiting for it beside it, and what happens to the one process happens to the agent: Linux kills it with the node.
+func simple(command string) bool {
+	first, _, _ := strings.Cut(command, " ")
+	return words.MatchString(command) && !slices.Contains(notPrograms, first)
+}
+
 func startProcess(command string, grace time.Duration, log *slog.Logger, stale *atomic.Int64) (*process, error) {
+	if simple(command) {
+		command = "exec " + command
+	}
 	cmd := exec.Command("sh", "-c", command)
 	cmd.SysProcAttr = procAttr()
-	p := &process{command: command, grace: grace, log: log, stale: stale, cmd: cmd, gone: make(chan struct{})}
+	p := &process{grace: grace, log: log, stale: stale, cmd: cmd, gone: make(chan struct{})}
 	var errIn, errOut, errErr error
 	p.stdin, errIn = cmd.StdinPipe()
 	p.stdout, errOut = cmd.StdoutPipe()
@@ -209,7 +228,11 @@ func (p *process) await(ctx context.Context, c *call, wrote <-chan struct{}, sil
 		case <-c.beat:
 			timer.Reset(silence)
 		case <-timer.C:
-			return answer{fault: fmt.Errorf("the process was silent for %v", silence)}
+			err := fmt.Errorf("the process was silent for %v", silence)
+			if other := c.other.Load(); other != nil {
+				err = fmt.Errorf("%w, but for a reply with the id %s, which is not this step's", err, cut([]byte(*other)))
+			}
+			return answer{fault: err}
 		case <-ctx.Done():
 			return answer{fault: fmt.Errorf("stopped before its reply: %w", context.Cause(ctx))}
 		case <-p.gone:
@@ -231,7 +254,7 @@ func (p *process) exitFault() error {
 	if p.served && p.success && len(p.unfinished) == 0 {
 		return errUsedUp
 	}
-	err := fmt.Errorf("the process ended before its reply: %s, command %s", p.status, cut([]byte(p.command)))
+	err := fmt.Errorf("the process ended before its reply: %s", p.status)
 	if p.lastStderr != "" {
 		err = fmt.Errorf("%w, last on stderr %s", err, cut([]byte(p.lastStderr)))
 	}
@@ -280,6 +303,9 @@ func (p *process) line(b []byte) error {
 	switch {
 	case c == nil || c.id != r.ID:
 		p.stale.Add(1)
+		if c != nil {
+			c.other.Store(&r.ID)
+		}
 		p.log.Debug("stale reply dropped", "line", cut(b))
 	case err != nil:
 		p.report(answer{err: fmt.Errorf("invalid effects: %w in the line %s", err, cut(b))})

@@ -476,3 +476,50 @@ func TestLibcIsTheDriversOwn(t *testing.T) {
 		t.Errorf("modernc.org/libc %s is not the version in modernc.org/sqlite's go.mod", libc)
 	}
 }
+
+func TestCheckNoticesThatTheFileIsGone(t *testing.T) {
+	path := newPath(t)
+	s := open(t, path, Options{Create: true})
+	if err := s.Check(); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Rename(path, path+".away"); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Check(); !errors.Is(err, ErrGone) {
+		t.Errorf("removed: %v", err)
+	}
+	if err := os.WriteFile(path, []byte("another"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Check(); !errors.Is(err, ErrGone) {
+		t.Errorf("replaced: %v", err)
+	}
+	if err := os.Rename(path+".away", path); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Check(); err != nil {
+		t.Errorf("put back: %v", err)
+	}
+}
+
+func TestDamagedFileCannotBeUsed(t *testing.T) {
+	path := newPath(t)
+	s := open(t, path, Options{Create: true})
+	if err := s.Close(); err != nil {
+		t.Fatal(err)
+	}
+	b, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i := 100; i < len(b); i++ { // all but the header
+		b[i] = 0xa5
+	}
+	if err := os.WriteFile(path, b, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := Open(t.Context(), path, rowsSchema, Options{}); !errors.Is(err, ErrForeign) {
+		t.Errorf("open: %v", err)
+	}
+}

@@ -31,7 +31,7 @@ import (
 var (
 	// ErrNotFound: there is no such file, and the caller did not ask to make one.
 	ErrNotFound = errors.New("no such database")
-	// ErrForeign: the file is not a database of the wanted kind.
+	// ErrForeign: the file is not a database of the wanted kind, or damaged, or not to be written.
 	ErrForeign = errors.New("cannot use this database")
 	// ErrNewer: the file was written by a later version.
 	ErrNewer = errors.New("database of a newer version")
@@ -39,6 +39,8 @@ var (
 	ErrBusy = errors.New("database is locked by another process")
 	// ErrClosed: the store was closed before the unit ran. Nothing was changed.
 	ErrClosed = errors.New("store is closed")
+	// ErrGone: the file was removed or replaced while it was open.
+	ErrGone = errors.New("the open database is gone")
 	// ErrUnknown: the store was closed while the fate of a COMMIT was unknown. The unit may or may not be durable.
 	ErrUnknown = errors.New("commit failed and its fate is unknown")
 )
@@ -106,6 +108,7 @@ var setUp = sync.OnceFunc(func() {
 // Store is one open database file.
 type Store struct {
 	path   string
+	file   os.FileInfo // of the file that was opened
 	read   *sql.DB
 	stmts  sync.Map // query text → *sql.Stmt of read
 	writer *writer  // nil when read-only
@@ -136,7 +139,7 @@ func Open(ctx context.Context, path string, schema Schema, o Options) (*Store, e
 	}
 	if found != filled {
 		if err := create(ctx, abs, schema, o); err != nil {
-			return nil, fmt.Errorf("create %s: %w", path, err)
+			return nil, unusable(path, err)
 		}
 		// Another process may have filled it first, and with something else.
 		if _, err := probe(ctx, path, abs, schema); err != nil {
@@ -145,11 +148,14 @@ func Open(ctx context.Context, path string, schema Schema, o Options) (*Store, e
 	}
 	s := &Store{path: abs, read: openPool(dsn(abs, "ro", "&_busy_timeout=5000&_query_only=on&_dqs=0"), 8)}
 	s.read.SetConnMaxLifetime(time.Minute)
+	if s.file, err = os.Stat(abs); err != nil {
+		return nil, errors.Join(fmt.Errorf("open %s: %w", path, err), s.read.Close())
+	}
 	if o.ReadOnly {
 		return s, nil
 	}
 	if s.writer, err = newWriter(ctx, abs, o); err != nil {
-		return nil, errors.Join(fmt.Errorf("open %s: %w", path, err), s.read.Close())
+		return nil, errors.Join(unusable(path, err), s.read.Close())
 	}
 	go s.writer.loop()
 	if err := s.Write(ctx, s.writer.first); err != nil {
@@ -267,7 +273,7 @@ func refuse(path string, schema Schema, id int32, version, tables int, err error
 	case code(err)&0xff == lib.SQLITE_NOTADB:
 		return fmt.Errorf("%w: %s is not a database", ErrForeign, path)
 	case err != nil:
-		return fmt.Errorf("open %s: %w", path, err)
+		return unusable(path, err)
 	case id == 0 && version == 0 && tables == 0:
 		return nil
 	case id != schema.AppID:
@@ -278,6 +284,27 @@ func refuse(path string, schema Schema, id int32, version, tables int, err error
 		return fmt.Errorf("%w: %s has schema %d, which this program cannot upgrade", ErrForeign, path, version)
 	}
 	return nil
+}
+
+// unusable tells a file that SQLite cannot work with (permissions, damage) from other failures to open it.
+func unusable(path string, err error) error {
+	switch code(err) & 0xff {
+	case lib.SQLITE_READONLY, lib.SQLITE_CANTOPEN, lib.SQLITE_CORRUPT, lib.SQLITE_PERM, lib.SQLITE_AUTH:
+		return fmt.Errorf("%w: %s: %w", ErrForeign, path, err)
+	}
+	return fmt.Errorf("open %s: %w", path, err)
+}
+
+// Check fails with ErrGone when the path no longer leads to the file that was opened: what is written goes nowhere then.
+func (s *Store) Check() error {
+	now, err := os.Stat(s.path)
+	if err == nil && os.SameFile(now, s.file) {
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("%w: %w", ErrGone, err)
+	}
+	return fmt.Errorf("%w: %s is another file now", ErrGone, s.path)
 }
 
 // create makes the file's content; a second process that came first wins.
