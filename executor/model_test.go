@@ -14,7 +14,7 @@ import (
 	"postrider/outbox"
 )
 
-// The model: runs, lines of history and inputs without a database, by the words of DESIGN, section 7.
+// The model: runs, lines of history and inputs without a database, by the rules of rewind.
 type (
 	mRun struct {
 		name  string

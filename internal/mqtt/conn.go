@@ -364,7 +364,7 @@ func (f *frames) scan(p []byte, connack *atomic.Int32) (pubacks int) {
 	return pubacks
 }
 
-// flight adds up the bytes of the PUBLISH packets that wait for a PUBACK. Brokers answer in order (EVIDENCE section 1);
+// flight adds up the bytes of the PUBLISH packets that wait for a PUBACK. Brokers answer in order;
 // one that does not spoils only the time that a ping is given.
 type flight struct {
 	sizes []int

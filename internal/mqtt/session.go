@@ -102,7 +102,7 @@ func connect(parent context.Context, u *url.URL, o Options, clean bool, deliver 
 	return s, nil
 }
 
-// settings: each of these was measured (EVIDENCE section 1), each other value loses data or hangs somewhere.
+// settings: each of these was measured; each other value loses data or hangs somewhere.
 func (s *session) settings(u *url.URL, o Options, clean bool, deliver func(*session, paho.Message)) *paho.ClientOptions {
 	p := paho.NewClientOptions()
 	p.Servers = []*url.URL{u}
