@@ -293,8 +293,8 @@ type node struct {
 }
 
 func openNode(ctx context.Context, n cli.Node, log *slog.Logger) (*node, error) {
-	// A running node comes first: without its file, a new one would be made beside it.
-	if _, err := os.Stat(canonical(n.DB) + ".node"); err == nil {
+	// Where the file is missing and its node runs, another one must not be made.
+	if _, err := os.Stat(n.DB); errors.Is(err, os.ErrNotExist) && exists(canonical(n.DB)+".node") {
 		lock, err := takeLock(n.DB, "node")
 		if err != nil {
 			return nil, err
@@ -318,6 +318,11 @@ func openNode(ctx context.Context, n cli.Node, log *slog.Logger) (*node, error) 
 		return nil, errors.Join(err, store.Close())
 	}
 	return &node{store, id, n.DB, lock}, nil
+}
+
+func exists(path string) bool {
+	_, err := os.Stat(path)
+	return err == nil
 }
 
 // openStore opens a node database. One that is missing is made for the node newName; "" makes none.
