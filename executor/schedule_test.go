@@ -21,9 +21,12 @@ func (b bounded) Slots() int { return b.slots }
 
 // An agent that hangs, with more runs than there are workers, leaves the others room.
 func TestHangingAgentStarvesNoOther(t *testing.T) {
-	for name, hanging := range map[string]func(agent.Func) agent.Agent{
-		"without a bound of its own": func(f agent.Func) agent.Agent { return f },
-		"bounded":                    func(f agent.Func) agent.Agent { return bounded{f, 2} },
+	for name, c := range map[string]struct {
+		host func(agent.Func) agent.Agent
+		want int64 // of its runs in hand
+	}{
+		"without a bound of its own": {func(f agent.Func) agent.Agent { return f }, 6}, // of 8 workers, one is kept for each other agent
+		"bounded":                    {func(f agent.Func) agent.Agent { return bounded{f, 2} }, 2},
 	} {
 		t.Run(name, func(t *testing.T) {
 			var inHand atomic.Int64
@@ -37,21 +40,20 @@ func TestHangingAgentStarvesNoOther(t *testing.T) {
 				return agent.Effects{}, nil
 			})
 			quick := agent.Func(func(context.Context, agent.Step) (agent.Effects, error) { return agent.Effects{}, nil })
-			n := newNode(t, map[string]agent.Agent{"hang": hanging(hang), "quick": quick, "idle": quick}, Options{Workers: 4})
+			n := newNode(t, map[string]agent.Agent{"hang": c.host(hang), "quick": quick, "idle": quick}, Options{Workers: 8})
 			for i := range 40 {
 				n.send("hang", fmt.Sprintf("h%d", i), "", "{}")
 			}
 			n.start(t)
-			want := int64(2) // of 4 workers, one is kept for each other agent
-			eventually(t, "the agent hangs", func() bool { return inHand.Load() == want })
+			eventually(t, "the agent hangs", func() bool { return inHand.Load() == c.want })
 			for i := range 20 {
 				n.send("quick", fmt.Sprintf("q%d", i), "", "{}")
 			}
 			eventually(t, "the other agent's runs go on", func() bool {
 				return n.value("SELECT count(*) FROM run WHERE agent = 'quick' AND status = 'idle'") == "20"
 			})
-			if got := inHand.Load(); got != want {
-				t.Errorf("%d runs of the hanging agent are in hand, not %d", got, want)
+			if got := inHand.Load(); got != c.want {
+				t.Errorf("%d runs of the hanging agent are in hand, not %d", got, c.want)
 			}
 			close(leave)
 			eventually(t, "all is done", func() bool { return n.value("SELECT count(*) FROM run WHERE status <> 'idle'") == "0" })
