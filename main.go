@@ -19,12 +19,15 @@ import (
 	"time"
 
 	"github.com/oklog/run"
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/collectors"
 
 	"postrider/executor"
 	"postrider/fold"
 	"postrider/internal/agent"
 	"postrider/internal/cli"
 	"postrider/internal/devbroker"
+	"postrider/internal/httpapi"
 	"postrider/internal/kind"
 	"postrider/internal/mqtt"
 	"postrider/internal/record"
@@ -163,15 +166,20 @@ type process struct{ app *cli.App }
 //	│ agents │
 //	└────────┘
 //
-// Actors of the group are the executor, the relay and the fold. The relay's place returns only when interrupted, whatever
-// becomes of its sessions, and the fold's after the relay's; an executor that ends takes both with it. The agents end
-// after the executor returned, the stores after all actors, dev's broker last.
+// Actors of the group are the executor, the relay, the fold, and what answers over HTTP. The relay's place returns only when
+// interrupted, whatever becomes of its sessions, and the fold's after the relay's; an executor that ends takes all with it.
+// The agents end after the executor returned, the stores after all actors, dev's broker last.
 func (p process) serve(ctx context.Context, n cli.Node) (err error) {
 	log := p.app.Log
 	agents, err := host(n, log)
 	if err != nil {
 		return err
 	}
+	web, err := p.listen(n.Listen)
+	if err != nil {
+		return err
+	}
+	defer web.close()
 	if n.Embedded != "" {
 		broker, err := devbroker.Start(n.Embedded, log)
 		if err != nil {
@@ -183,14 +191,14 @@ func (p process) serve(ctx context.Context, n cli.Node) (err error) {
 	if err := checkBroker(n.Broker, n.NoRelay); err != nil {
 		return err
 	}
-	node, err := openNode(ctx, n, log)
+	node, err := openNode(ctx, n, log, web.metrics)
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, node.close()) }()
 	var events *foldStore // dev only
 	if n.FoldDB != "" {
-		if events, err = openFold(ctx, n.FoldDB, "", log); err != nil {
+		if events, err = openFold(ctx, n.FoldDB, "", log, web.metrics, nil); err != nil {
 			return err
 		}
 		defer func() { err = errors.Join(err, events.close()) }()
@@ -210,11 +218,13 @@ func (p process) serve(ctx context.Context, n cli.Node) (err error) {
 	}
 
 	var g run.Group
+	web.check("store", func(ctx context.Context) (string, error) { return "", node.store.Health(ctx) })
 	notify := func() {}
 	shipping, shipped := context.WithCancel(context.WithoutCancel(ctx)) // ends when the relay has returned
 	defer shipped()
 	if !n.NoRelay {
-		r := node.relay(n.Broker, n.Topics, log)
+		r := node.relay(n.Broker, n.Topics, log, web.metrics)
+		web.check("relay", func(context.Context) (string, error) { return r.Health() })
 		notify = r.Notify
 		ctx, cancel := context.WithCancel(ctx)
 		g.Add(func() error { defer shipped(); return r.Run(ctx) }, func(error) { cancel() })
@@ -222,8 +232,10 @@ func (p process) serve(ctx context.Context, n cli.Node) (err error) {
 	{
 		e := executor.New(node.store, node.id.Name, agents.hosted(), executor.Options{
 			Workers: n.Workers, MaxAttempts: n.MaxAttempts, DeadLetter: n.DeadLetter, MaxContinue: n.MaxContinue, MaxRecord: n.MaxRecord,
-			Topics: n.Topics, Notify: notify, Logger: log,
+			Topics: n.Topics, Notify: notify, Logger: log, Metrics: web.metrics,
 		})
+		web.metrics.MustRegister(e, outbox.New(node.store, node.id.Name))
+		web.check("executor", func(context.Context) (string, error) { return "", e.Health() })
 		ctx, cancel := context.WithCancel(ctx)
 		g.Add(func() error { return errors.Join(e.Run(ctx), agents.close()) }, func(error) { cancel() })
 	}
@@ -232,13 +244,15 @@ func (p process) serve(ctx context.Context, n cli.Node) (err error) {
 		if err != nil {
 			return err
 		}
+		web.check("fold", func(context.Context) (string, error) { return sub.Health() })
 		// The relay is told to end, the fold follows: the broker forgets what the fold has not taken in by its own end.
 		ctx, cancel := context.WithCancel(context.WithoutCancel(ctx))
 		context.AfterFunc(shipping, func() { time.AfterFunc(lastCall, cancel) })
 		g.Add(func() error { return sub.Run(ctx) }, func(error) {})
 	}
 	g.Add(node.guard(ctx))
-	log.Info("node runs", "node", node.id.Name, "db", n.DB, "agents", strings.Join(slices.Sorted(maps.Keys(agents)), ","))
+	web.actor(&g)
+	log.Info("node runs", "node", node.id.Name, "db", n.DB, "agents", strings.Join(slices.Sorted(maps.Keys(agents)), ","), "http", web.addr())
 	if events != nil {
 		log.Info("to try it, run this in another terminal", "command", example(n))
 	}
@@ -250,16 +264,25 @@ func (p process) relay(ctx context.Context, o cli.Relay) (err error) {
 	if err := checkBroker(o.Broker, false); err != nil {
 		return err
 	}
-	store, id, err := openStore(ctx, o.DB, "", p.app.Log)
+	web, err := p.listen(o.Listen)
+	if err != nil {
+		return err
+	}
+	defer web.close()
+	store, id, err := openStore(ctx, o.DB, "", p.app.Log, web.metrics)
 	if err != nil {
 		return err
 	}
 	node := &node{store: store, id: id, db: o.DB}
 	defer func() { err = errors.Join(err, node.close()) }()
-	p.app.Log.Info("relay runs", "node", id.Name, "db", o.DB, "broker", shown(o.Broker))
+	p.app.Log.Info("relay runs", "node", id.Name, "db", o.DB, "broker", shown(o.Broker), "http", web.addr())
 	var g run.Group
 	g.Add(node.guard(ctx))
-	r := node.relay(o.Broker, o.Topics, p.app.Log)
+	r := node.relay(o.Broker, o.Topics, p.app.Log, web.metrics)
+	web.metrics.MustRegister(outbox.New(store, id.Name))
+	web.check("store", func(ctx context.Context) (string, error) { return "", store.Health(ctx) })
+	web.check("relay", func(context.Context) (string, error) { return r.Health() })
+	web.actor(&g)
 	ctx, cancel := context.WithCancel(ctx)
 	g.Add(func() error { return r.Run(ctx) }, func(error) { cancel() })
 	return g.Run()
@@ -270,7 +293,12 @@ func (p process) fold(ctx context.Context, o cli.Fold) (err error) {
 	if err := checkBroker(o.Broker, false); err != nil {
 		return err
 	}
-	f, err := openFold(ctx, o.DB, o.Name, p.app.Log)
+	web, err := p.listen(o.Listen)
+	if err != nil {
+		return err
+	}
+	defer web.close()
+	f, err := openFold(ctx, o.DB, o.Name, p.app.Log, web.metrics, web.metrics)
 	if err != nil {
 		return err
 	}
@@ -280,8 +308,66 @@ func (p process) fold(ctx context.Context, o cli.Fold) (err error) {
 	if err != nil {
 		return err
 	}
-	p.app.Log.Info("fold runs", "fold", f.Name(), "db", o.DB, "broker", shown(o.Broker))
-	return sub.Run(ctx)
+	p.app.Log.Info("fold runs", "fold", f.Name(), "db", o.DB, "broker", shown(o.Broker), "http", web.addr())
+	var g run.Group
+	web.check("store", func(ctx context.Context) (string, error) { return "", f.Health(ctx) })
+	web.check("fold", func(context.Context) (string, error) { return sub.Health() })
+	web.actor(&g)
+	ctx, cancel := context.WithCancel(ctx)
+	g.Add(func() error { return sub.Run(ctx) }, func(error) { cancel() })
+	return g.Run()
+}
+
+// web is what a process shows of itself over HTTP: the metrics of its parts, and checks of each of them.
+type web struct {
+	metrics *prometheus.Registry
+	checks  []httpapi.Check
+	server  *httpapi.Server // nil: it shows nothing
+}
+
+// listen takes the address before anything is made, so that a taken one leaves nothing behind.
+func (p process) listen(addr string) (*web, error) {
+	w := &web{metrics: prometheus.NewRegistry()}
+	w.metrics.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+	if addr == "" {
+		return w, nil
+	}
+	server, err := httpapi.Listen(addr, p.app.Log)
+	if errors.Is(err, syscall.EADDRINUSE) {
+		err = cli.WithHint(err, "--listen 127.0.0.1:0 takes a free port, --listen off none")
+	}
+	if err != nil {
+		return nil, err
+	}
+	w.server = server
+	return w, nil
+}
+
+func (w *web) addr() string {
+	if w.server == nil {
+		return "off"
+	}
+	return w.server.Addr()
+}
+
+func (w *web) check(name string, ask func(ctx context.Context) (trouble string, err error)) {
+	w.checks = append(w.checks, httpapi.Check{Name: name, Ask: ask})
+}
+
+// actor answers for as long as the group runs.
+func (w *web) actor(g *run.Group) {
+	if w.server == nil {
+		return
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	g.Add(func() error { return w.server.Run(ctx, w.metrics, w.checks...) }, func(error) { cancel() })
+}
+
+// close gives back the address of a process that ended before its group ran.
+func (w *web) close() {
+	if w.server != nil {
+		_ = w.server.Close()
+	}
 }
 
 // node is an open node database, and the lock of the one process that runs it.
@@ -292,7 +378,7 @@ type node struct {
 	lock  *sqlite.Lock // nil for a relay
 }
 
-func openNode(ctx context.Context, n cli.Node, log *slog.Logger) (*node, error) {
+func openNode(ctx context.Context, n cli.Node, log *slog.Logger, metrics prometheus.Registerer) (*node, error) {
 	// Where the file is missing and its node runs, another one must not be made.
 	if _, err := os.Stat(n.DB); errors.Is(err, os.ErrNotExist) && exists(canonical(n.DB)+".node") {
 		lock, err := takeLock(n.DB, "node")
@@ -303,7 +389,7 @@ func openNode(ctx context.Context, n cli.Node, log *slog.Logger) (*node, error) 
 			return nil, err
 		}
 	}
-	store, id, err := openStore(ctx, n.DB, cmp.Or(n.Name, n.NewName), log)
+	store, id, err := openStore(ctx, n.DB, cmp.Or(n.Name, n.NewName), log, metrics)
 	if errors.Is(err, sqlite.ErrNotFound) && n.Name == "" && n.NewName == "" {
 		return nil, cli.WithHint(&cli.UsageError{Err: err}, "the first start makes the database and needs --node NAME")
 	}
@@ -326,8 +412,8 @@ func exists(path string) bool {
 }
 
 // openStore opens a node database. One that is missing is made for the node newName; "" makes none.
-func openStore(ctx context.Context, db, newName string, log *slog.Logger) (*sqlite.Store, sqlite.Node, error) {
-	store, err := sqlite.Open(ctx, db, sqlite.NodeSchema(schema, newName, db), sqlite.Options{Create: newName != "", Logger: log})
+func openStore(ctx context.Context, db, newName string, log *slog.Logger, metrics prometheus.Registerer) (*sqlite.Store, sqlite.Node, error) {
+	store, err := sqlite.Open(ctx, db, sqlite.NodeSchema(schema, newName, db), sqlite.Options{Create: newName != "", Logger: log, Metrics: metrics})
 	if err != nil {
 		return nil, sqlite.Node{}, err
 	}
@@ -365,7 +451,7 @@ func (n *node) close() error {
 	return err
 }
 
-func (n *node) relay(broker string, topics record.Topics, log *slog.Logger) *relay.Relay {
+func (n *node) relay(broker string, topics record.Topics, log *slog.Logger, metrics prometheus.Registerer) *relay.Relay {
 	o := mqtt.Options{Broker: broker, ClientID: n.id.ClientID}
 	dial := func(ctx context.Context) (relay.Conn, error) {
 		c, err := mqtt.Dial(ctx, o)
@@ -374,7 +460,7 @@ func (n *node) relay(broker string, topics record.Topics, log *slog.Logger) *rel
 		}
 		return c, nil
 	}
-	return relay.New(outbox.New(n.store, n.id.Name), topics, dial, relay.Options{Logger: log})
+	return relay.New(outbox.New(n.store, n.id.Name), topics, dial, relay.Options{Logger: log, Metrics: metrics})
 }
 
 // foldStore is an open fold database, and the lock of the one process that subscribes for it: two with one client id
@@ -384,8 +470,10 @@ type foldStore struct {
 	lock *sqlite.Lock
 }
 
-func openFold(ctx context.Context, db, name string, log *slog.Logger) (*foldStore, error) {
-	f, err := fold.Open(ctx, db, fold.Options{Name: name, Store: sqlite.Options{Create: true, Logger: log}})
+// openFold opens a fold's database, which is made when it is missing. store takes the metrics of the file, where it is the
+// only one of its process.
+func openFold(ctx context.Context, db, name string, log *slog.Logger, metrics, store prometheus.Registerer) (*foldStore, error) {
+	f, err := fold.Open(ctx, db, fold.Options{Name: name, Metrics: metrics, Store: sqlite.Options{Create: true, Logger: log, Metrics: store}})
 	if err != nil {
 		return nil, err
 	}

@@ -2,12 +2,16 @@ package main
 
 import (
 	"bytes"
+	"context"
 	"database/sql"
 	"errors"
+	"fmt"
 	"go/parser"
 	"go/token"
+	"io"
 	"io/fs"
 	"net"
+	"net/http"
 	"os"
 	"os/exec"
 	"path"
@@ -36,6 +40,7 @@ func TestMain(m *testing.M) {
 //	taken NAME               $NAME is 127.0.0.1 and a port that is taken until the script ends
 //	foreign FILE             makes an SQLite database that is not Postrider's
 //	newer FILE               makes FILE the work of a later version
+//	fetch DUR CODE RE URL    GET URL, asked again and again, answers CODE within DUR with RE in its body, which is $WORK/body then
 //	terminate                sends SIGTERM to all background commands
 func TestScript(t *testing.T) {
 	testscript.Run(t, testscript.Params{
@@ -45,11 +50,12 @@ func TestScript(t *testing.T) {
 		Setup: func(env *testscript.Env) error {
 			agents, err := filepath.Abs("testdata/agents")
 			env.Setenv("AGENTS", agents)
-			env.Setenv("GORACE", "atexit_sleep_ms=0") // else every command takes a second to end
+			env.Setenv("POSTRIDER_LISTEN", "127.0.0.1:0") // several run at once
+			env.Setenv("GORACE", "atexit_sleep_ms=0")     // else every command takes a second to end
 			return err
 		},
 		Cmds: map[string]func(ts *testscript.TestScript, neg bool, args []string){
-			"exits": exits, "eventually": eventually, "free": free, "taken": taken, "foreign": foreign, "newer": newer, "terminate": terminate,
+			"exits": exits, "eventually": eventually, "free": free, "taken": taken, "foreign": foreign, "newer": newer, "fetch": fetch, "terminate": terminate,
 		},
 	})
 }
@@ -127,6 +133,48 @@ func alter(ts *testscript.TestScript, file, statement string) {
 	ts.Check(err)
 	_, err = db.Exec(statement)
 	ts.Check(errors.Join(err, db.Close()))
+}
+
+func fetch(ts *testscript.TestScript, _ bool, args []string) {
+	limit, err := time.ParseDuration(args[0])
+	ts.Check(err)
+	code, err := strconv.Atoi(args[1])
+	ts.Check(err)
+	want, err := regexp.Compile("(?m)" + args[2])
+	ts.Check(err)
+	ctx, cancel := context.WithTimeout(context.Background(), limit)
+	defer cancel()
+	for last := ""; ; {
+		status, body, err := get(ctx, args[3])
+		if err == nil && status == code && want.Match(body) {
+			ts.Check(os.WriteFile(ts.MkAbs("body"), body, 0o644))
+			return
+		}
+		if ctx.Err() != nil {
+			ts.Fatalf("no %d with %q within %s: %s", code, want, limit, last)
+		}
+		if last = fmt.Sprintf("%d %s", status, body); err != nil {
+			last = err.Error()
+		}
+		select {
+		case <-time.After(50 * time.Millisecond):
+		case <-ctx.Done():
+		}
+	}
+}
+
+func get(ctx context.Context, url string) (code int, body []byte, err error) {
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
+	if err != nil {
+		return 0, nil, err
+	}
+	resp, err := http.DefaultClient.Do(req)
+	if err != nil {
+		return 0, nil, err
+	}
+	defer resp.Body.Close()
+	body, err = io.ReadAll(resp.Body)
+	return resp.StatusCode, body, err
 }
 
 func terminate(ts *testscript.TestScript, _ bool, _ []string) {
@@ -215,6 +263,7 @@ var arrows = map[string][]string{
 	"internal/mqtt":      {},
 	"internal/devbroker": {},
 	"internal/mqtttest":  {},
+	"internal/httpapi":   {},
 }
 
 // onlyImporters are the packages that may import what is outside, where one package stands for one technology.
@@ -226,7 +275,8 @@ var onlyImporters = map[string][]string{
 	"github.com/oklog/run":          {".", "relay"},
 	"os/signal":                     {"."},
 	"os/exec":                       {"internal/kind"},
-	"github.com/cloudevents/sdk-go": nil, // an independent reader, for tests
+	"net/http":                      {"internal/httpapi", "internal/mqtt"}, // there for websockets
+	"github.com/cloudevents/sdk-go": nil,                                   // an independent reader, for tests
 }
 
 // TestImportArrows holds section 3 of the design: what a package may know of.

@@ -54,6 +54,8 @@ type Executor struct {
 	ending atomic.Bool // those in hand let go after their step
 	turn   int         // which agent is looked at first
 
+	looked atomic.Pointer[time.Time] // when runs were last looked for with success; nil: never
+
 	pools    map[string]*pool // by hosted agent
 	unhosted pool             // of the others
 	mu       sync.Mutex
@@ -118,6 +120,22 @@ func (e *Executor) Wake() {
 	}
 }
 
+// stuckAfter is how long Run may go without a successful look for runs, which it takes several times a second.
+const stuckAfter = 10 * time.Second
+
+// Health fails when Run has not looked for runs for ten seconds: it did not start, the database cannot be read, or
+// scheduling hangs. Agents that fail or hang are no matter of it.
+func (e *Executor) Health() error {
+	at := e.looked.Load()
+	if at == nil {
+		return errors.New("no run was looked for yet")
+	}
+	if ago := time.Since(*at); ago > stuckAfter {
+		return fmt.Errorf("no run was looked for since %s", ago.Round(time.Second))
+	}
+	return nil
+}
+
 var errStopped = errors.New("the node stops")
 
 // errRewound cancels a step in hand whose branch is no longer live.
@@ -169,7 +187,10 @@ func (e *Executor) Run(ctx context.Context) error {
 			err = errors.Join(err, ferr)
 		}
 		pause, serr := e.schedule(ctx, steps, &wg)
-		if err = errors.Join(err, serr); err != nil && ctx.Err() == nil && time.Since(said) > time.Minute {
+		if err = errors.Join(err, serr); err == nil {
+			now := time.Now()
+			e.looked.Store(&now)
+		} else if ctx.Err() == nil && time.Since(said) > time.Minute {
 			said = time.Now()
 			e.log.Error("database cannot be read; runs wait", "err", err)
 		}

@@ -36,6 +36,7 @@ type Subscriber struct {
 	o    SubscriberOptions
 	log  *slog.Logger
 	sub  mqtt.Subscription
+	c    condition
 }
 
 // NewSubscriber checks and stores; Run does the work.
@@ -86,6 +87,7 @@ func (s *Subscriber) Run(ctx context.Context) error {
 	backoff := backoff{min: s.o.MinBackoff, max: s.o.MaxBackoff}
 	var quiet quiet
 	for {
+		s.c.turn()
 		progress, err := s.guarded(ctx)
 		if ctx.Err() != nil {
 			return nil
@@ -95,6 +97,7 @@ func (s *Subscriber) Run(ctx context.Context) error {
 			quiet.reset()
 		}
 		pause := backoff.next()
+		s.c.ended(err, progress, pause)
 		level := slog.LevelWarn // brokers come back
 		if f := (*fault)(nil); errors.As(err, &f) {
 			level = slog.LevelError
@@ -151,9 +154,15 @@ func (s *Subscriber) session(ctx context.Context, progress *bool) error {
 	s.fold.metrics.connected.Set(1)
 	defer s.fold.metrics.connected.Set(0)
 	s.log.Info("subscribed", "client_id", s.fold.clientID, "session_kept", conn.SessionPresent())
+	s.c.connected()
+	turn := time.NewTicker(time.Second)
+	defer turn.Stop()
 	b := inbound{topics: s.o.Topics}
 	for {
 		select {
+		case <-turn.C:
+			s.c.turn()
+			continue
 		case m := <-conn.C():
 			b.start(m)
 		case <-conn.Lost():

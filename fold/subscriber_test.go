@@ -43,6 +43,12 @@ func startSubscriber(t testing.TB, f *Fold, o SubscriberOptions) (stop func()) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	return runSubscriber(t, s)
+}
+
+// runSubscriber runs s until stop, or until the test ends.
+func runSubscriber(t testing.TB, s *Subscriber) (stop func()) {
+	t.Helper()
 	ctx, cancel := context.WithCancel(context.Background())
 	ended := make(chan error, 1)
 	go func() { ended <- s.Run(ctx) }()

@@ -56,6 +56,7 @@ type Relay struct {
 	bell     chan struct{}
 	patience time.Duration   // without any PUBACK; doubles with every session that ended for that and saw none
 	sent     map[int64]int64 // per branch, the highest LSN that ended sessions published and did not see acknowledged
+	c        condition
 }
 
 // New returns a relay that ships box's records over connections made by dial, while it keeps other relays away.
@@ -109,6 +110,7 @@ func (r *Relay) Run(ctx context.Context) error {
 	}()
 	said := saidOnce{}
 	for failures := 0; ctx.Err() == nil; failures++ {
+		r.c.turn()
 		var end ended
 		if release == nil {
 			release, end.err = r.box.Exclude(holder())
@@ -126,6 +128,7 @@ func (r *Relay) Run(ctx context.Context) error {
 		}
 		pause := backoff(r.o.BackoffMin, r.o.BackoffMax, failures)
 		reason := reasonOf(end.err)
+		r.c.ended(end.err, end.progress, pause)
 		switch {
 		case end.progress:
 			r.patience = r.o.AckTimeout

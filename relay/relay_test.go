@@ -12,6 +12,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -429,6 +430,48 @@ func TestEndSettlesWhatIsInFlight(t *testing.T) {
 	}
 	if s := n.stats(); s.Pending != 0 {
 		t.Errorf("%d records with a PUBACK are pending", s.Pending)
+	}
+}
+
+// A broker that takes records and confirms none is trouble, also while a session is connected; the first PUBACK ends it.
+func TestHealthOfASilentBroker(t *testing.T) {
+	n := filled(t)
+	var mended atomic.Bool
+	r := lonely(n, func(context.Context) (relay.Conn, error) {
+		if mended.Load() {
+			return newFakeConn(ack), nil
+		}
+		return newFakeConn(withhold), nil
+	}, relay.Options{AckTimeout: 50 * time.Millisecond, Grace: time.Millisecond})
+	if _, err := r.Health(); err == nil {
+		t.Error("it did not start yet")
+	}
+	n.start(r.Run)
+	mqtttest.Eventually(t, "a session waits for a PUBACK after one that got none", func() bool {
+		trouble, err := r.Health()
+		return err == nil && strings.HasSuffix(trouble, "no PUBACK came yet")
+	})
+	mended.Store(true)
+	n.awaitShipped()
+	if trouble, err := r.Health(); trouble != "" || err != nil {
+		t.Errorf("everything is shipped: %q, %v", trouble, err)
+	}
+}
+
+// A session that has nothing to do, and one that waits long for a PUBACK, are no standstill.
+func TestQuietSessionIsHealthy(t *testing.T) {
+	for name, answer := range map[string]func(int, string, []byte) error{"idle": ack, "waiting": withhold} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				n := filled(t)
+				r := lonely(n, always(newFakeConn(answer)), relay.Options{AckTimeout: time.Hour, Grace: time.Millisecond})
+				n.start(r.Run)
+				time.Sleep(3 * time.Minute)
+				if trouble, err := r.Health(); trouble != "" || err != nil {
+					t.Errorf("%q, %v", trouble, err)
+				}
+			})
+		})
 	}
 }
 

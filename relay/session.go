@@ -108,6 +108,7 @@ func (r *Relay) runSession(ctx context.Context) ended {
 	s := &session{r: r, conn: conn, fence: fence, watch: watch, slots: make(chan struct{}, r.o.Window), flights: make(chan flight, r.o.Window),
 		room: make(chan struct{}, 1), handed: map[int64]int64{}, left: map[int64]int64{}, settled: map[int64]int64{}}
 	s.window.Store(firstBytes)
+	r.c.connected(s)
 	return s.run(ctx)
 }
 
@@ -350,6 +351,7 @@ func (s *session) settle(ctx context.Context, stop <-chan struct{}) (err error) 
 					return nil
 				}
 			case <-flush.C:
+				s.r.c.turn()
 				if err := b.flush(ctx); err != nil {
 					return err
 				}
@@ -370,6 +372,7 @@ func (s *session) settle(ctx context.Context, stop <-chan struct{}) (err error) 
 			case <-f.delivery.Done():
 				done = true
 			case <-flush.C:
+				s.r.c.turn()
 				if err := b.flush(ctx); err != nil {
 					s.unsettled(f)
 					return err

@@ -23,6 +23,7 @@ type Fold struct {
 	Topics     record.Topics
 	Tenant     string // "": all
 	Partitions []int
+	Listen     string // host:port of metrics and health; "": nowhere
 }
 
 // errUnsound: a fold lacks records or has two contents for one.
@@ -45,6 +46,7 @@ folds share the work by partition. --tenant limits a fold to one tenant.`,
 	c.Flags().StringVar(&o.Name, "name", "", "`NAME` of the fold (default the host's name and a random suffix, kept in the database)")
 	c.Flags().StringVar(&partitions, "partitions", "0-15", "`LIST` of the partitions to take, such as 0-3,7")
 	topicRoot(c.Flags(), &o.Topics)
+	listen(c.Flags(), &o.Listen, "127.0.0.1:8422")
 	c.RunE = func(c *cobra.Command, _ []string) (err error) {
 		if o.Partitions, err = record.ParsePartitions(partitions); err != nil {
 			return Usagef("--%w", err)
@@ -56,6 +58,9 @@ folds share the work by partition. --tenant limits a fold to one tenant.`,
 		}
 		if err := record.CheckRoot(o.Topics.Root); err != nil {
 			return Usagef("--topic-root: %w", err)
+		}
+		if err := checkListen(&o.Listen); err != nil {
+			return err
 		}
 		if o.Broker == "" {
 			return Usagef("--broker URL is missing")

@@ -32,6 +32,7 @@ type Node struct {
 	Broker   string // where the relay publishes
 	Embedded string // where a broker of its own listens instead; with a fold in FoldDB
 	FoldDB   string
+	Listen   string // host:port of metrics and health; "": nowhere
 }
 
 // Serve is `serve`; run runs the node.
@@ -88,13 +89,8 @@ everybody who reaches its address, and forgets everything when it ends.`,
 		if err := n.check(c.Flags()); err != nil {
 			return err
 		}
-		if n.Embedded == "" {
-			return Usagef("--mqtt: an address is missing")
-		}
-		if _, port, err := net.SplitHostPort(n.Embedded); err != nil {
-			return Usagef("--mqtt: %q is not host:port", n.Embedded)
-		} else if _, err := strconv.ParseUint(port, 10, 16); err != nil {
-			return Usagef("--mqtt: %q is not a port", port)
+		if err := checkAddr("mqtt", n.Embedded); err != nil {
+			return err
 		}
 		if len(n.Agents) == 0 {
 			n.Agents = []string{"counter=go:counter"}
@@ -119,10 +115,36 @@ func (n *Node) flags(f *pflag.FlagSet, nodeUsage string) {
 	f.Int64Var(&n.MaxContinue, "max-continue", 10_000, "steps in a row without input, at most `N`; then the run is paused")
 	f.IntVar(&n.MaxRecord, "max-record", 256<<10, "`BYTES` of data that one record may have")
 	topicRoot(f, &n.Topics)
+	listen(f, &n.Listen, "127.0.0.1:8420")
 }
 
 func topicRoot(f *pflag.FlagSet, t *record.Topics) {
 	f.StringVar(&t.Root, "topic-root", record.DefaultRoot, "`TOPIC` above all topics, the same for nodes and folds")
+}
+
+func listen(f *pflag.FlagSet, addr *string, ownDefault string) {
+	f.StringVar(addr, "listen", ownDefault, "`ADDR` of metrics and health over HTTP; port 0 takes a free one, off is none")
+}
+
+// checkListen refuses what is no address, and turns off into "".
+func checkListen(addr *string) error {
+	if *addr == "off" {
+		*addr = ""
+		return nil
+	}
+	return checkAddr("listen", *addr)
+}
+
+func checkAddr(flag, addr string) error {
+	if addr == "" {
+		return Usagef("--%s: an address is missing", flag)
+	}
+	if _, port, err := net.SplitHostPort(addr); err != nil {
+		return Usagef("--%s: %q is not host:port", flag, addr)
+	} else if _, err := strconv.ParseUint(port, 10, 16); err != nil {
+		return Usagef("--%s: %q is not a port", flag, port)
+	}
+	return nil
 }
 
 // check refuses values that are out of range: 0 would mean a default further in.
@@ -134,6 +156,9 @@ func (n *Node) check(f *pflag.FlagSet) error {
 	}
 	if err := record.CheckRoot(n.Topics.Root); err != nil {
 		return Usagef("--topic-root: %w", err)
+	}
+	if err := checkListen(&n.Listen); err != nil {
+		return err
 	}
 	for _, flag := range []struct {
 		name  string

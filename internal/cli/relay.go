@@ -13,6 +13,7 @@ type Relay struct {
 	DB     string
 	Broker string
 	Topics record.Topics
+	Listen string // host:port of metrics and health; "": nowhere
 }
 
 // Relay is `relay`; run ships.
@@ -28,9 +29,13 @@ database, one ships and the others wait until it ends.`,
 	}
 	c.Flags().StringVar(&r.Broker, "broker", "", "`URL` of the broker: tcp://, mqtt://, tls://, ws://, wss:// or host:port (required)")
 	topicRoot(c.Flags(), &r.Topics)
+	listen(c.Flags(), &r.Listen, "127.0.0.1:8421")
 	c.RunE = func(c *cobra.Command, _ []string) error {
 		if err := record.CheckRoot(r.Topics.Root); err != nil {
 			return Usagef("--topic-root: %w", err)
+		}
+		if err := checkListen(&r.Listen); err != nil {
+			return err
 		}
 		if r.Broker == "" {
 			return Usagef("--broker URL is missing")

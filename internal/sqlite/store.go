@@ -157,6 +157,12 @@ func Open(ctx context.Context, path string, schema Schema, o Options) (*Store, e
 	if s.writer, err = newWriter(ctx, abs, o); err != nil {
 		return nil, errors.Join(unusable(path, err), s.read.Close())
 	}
+	if o.Metrics != nil {
+		if err := o.Metrics.Register(s); err != nil {
+			return nil, errors.Join(err, s.writer.shut(), s.read.Close())
+		}
+		s.writer.registered = append(s.writer.registered, s)
+	}
 	go s.writer.loop()
 	if err := s.Write(ctx, s.writer.first); err != nil {
 		return nil, errors.Join(fmt.Errorf("open %s: %w", path, err), s.Close())

@@ -185,6 +185,8 @@ type writer struct {
 	trimAt   time.Time     // not before
 	trimWait time.Duration // after the next failure
 
+	since atomic.Pointer[time.Time] // when the group in hand was taken; nil: none is
+
 	duration   prometheus.Histogram
 	units      prometheus.Histogram
 	registered []prometheus.Collector
@@ -406,7 +408,10 @@ func (w *writer) loop() {
 				live = append(live, r)
 			}
 		}
+		now := w.o.now()
+		w.since.Store(&now)
 		w.commit(live)
+		w.since.Store(nil)
 		clear(group) // an answered unit's memory is its caller's
 		w.trim()
 	}

@@ -879,8 +879,14 @@ func TestMetricsLastAsLongAsTheStore(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if len(families) != 2 || families[0].GetMetric()[0].GetHistogram().GetSampleCount() != 1 {
-			t.Errorf("gathered %v", families)
+		got := map[string]float64{}
+		for _, f := range families {
+			m := f.GetMetric()[0]
+			got[f.GetName()] = m.GetGauge().GetValue() + float64(m.GetHistogram().GetSampleCount())
+		}
+		if len(got) != 5 || got["postrider_commit_duration_seconds"] != 1 || got["postrider_commit_units"] != 1 ||
+			got["postrider_store_bytes"] < 4096 || got["postrider_store_wal_bytes"] < 4096 || got["postrider_store_free_bytes"] < 4096 {
+			t.Errorf("gathered %v", got)
 		}
 		if err := s.Close(); err != nil {
 			t.Error(err)

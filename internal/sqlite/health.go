@@ -1,0 +1,81 @@
+package sqlite
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"golang.org/x/sys/unix"
+)
+
+// stuckAfter is how long one group may be in the writer's hands before Health says that nothing goes on: twice what it
+// waits for another process's transaction.
+const stuckAfter = 10 * time.Second
+
+// Health fails when the file is gone, cannot be read, or its writer has been at one group for more than ten seconds (a
+// disk that hangs, say). ctx bounds the read.
+func (s *Store) Health(ctx context.Context) error {
+	if err := s.Check(); err != nil {
+		return err
+	}
+	var seq int64
+	if err := s.Get(ctx, "SELECT commit_seq FROM meta WHERE id = 1", nil, &seq); err != nil {
+		return fmt.Errorf("read %s: %w", filepath.Base(s.path), err)
+	}
+	if s.writer == nil {
+		return nil
+	}
+	since := s.writer.since.Load()
+	if since == nil {
+		return nil
+	}
+	if took := s.writer.o.now().Sub(*since); took > stuckAfter {
+		return fmt.Errorf("a commit to %s has been under way for %s", filepath.Base(s.path), took.Round(time.Second))
+	}
+	return nil
+}
+
+var (
+	descBytes = prometheus.NewDesc("postrider_store_bytes", "Size of the database, without its write-ahead log.", nil, nil)
+	descWAL   = prometheus.NewDesc("postrider_store_wal_bytes", "Size of the database's write-ahead log.", nil, nil)
+	descFree  = prometheus.NewDesc("postrider_store_free_bytes", "Space left on the database's file system.", nil, nil)
+)
+
+// Describe implements prometheus.Collector.
+func (s *Store) Describe(ch chan<- *prometheus.Desc) {
+	ch <- descBytes
+	ch <- descWAL
+	ch <- descFree
+}
+
+// Collect implements prometheus.Collector: the figures are looked up at each scrape, and no file is opened for them.
+func (s *Store) Collect(ch chan<- prometheus.Metric) {
+	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
+	defer cancel()
+	gauge := func(desc *prometheus.Desc, value float64, err error) {
+		if err != nil {
+			ch <- prometheus.NewInvalidMetric(desc, err)
+			return
+		}
+		ch <- prometheus.MustNewConstMetric(desc, prometheus.GaugeValue, value)
+	}
+	var size int64
+	err := s.Get(ctx, "SELECT (SELECT page_count FROM pragma_page_count) * (SELECT page_size FROM pragma_page_size)", nil, &size)
+	gauge(descBytes, float64(size), err)
+	var wal int64
+	fi, err := os.Stat(s.path + "-wal")
+	if err == nil {
+		wal = fi.Size()
+	} else if errors.Is(err, fs.ErrNotExist) {
+		err = nil
+	}
+	gauge(descWAL, float64(wal), err)
+	var disk unix.Statfs_t
+	err = unix.Statfs(filepath.Dir(s.path), &disk)
+	gauge(descFree, float64(disk.Bavail)*float64(disk.Bsize), err) //nolint:unconvert // the types differ between systems
+}

@@ -1,0 +1,76 @@
+package sqlite
+
+import (
+	"context"
+	"errors"
+	"os"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+)
+
+// A commit that does not come to its end is seen as such after a while, and no longer once it ended.
+func TestHealthNoticesACommitThatHangs(t *testing.T) {
+	var ahead atomic.Int64
+	s := open(t, newPath(t), Options{Create: true, now: func() time.Time { return time.Now().Add(time.Duration(ahead.Load())) }})
+	healthy := func() error { t.Helper(); return s.Health(t.Context()) }
+	if err := healthy(); err != nil {
+		t.Fatal(err)
+	}
+	taken, release := make(chan struct{}), make(chan struct{})
+	var once sync.Once
+	end := func() { once.Do(func() { close(release) }) }
+	defer end()
+	done := make(chan error, 1)
+	go func() {
+		done <- s.Write(t.Context(), func(context.Context, *Tx) error { close(taken); <-release; return nil })
+	}()
+	<-taken
+	if err := healthy(); err != nil {
+		t.Errorf("a commit that has just begun: %v", err)
+	}
+	ahead.Store(int64(stuckAfter + time.Second))
+	if err := healthy(); err == nil || !strings.Contains(err.Error(), "has been under way for 11s") {
+		t.Errorf("a commit that hangs: %v", err)
+	}
+	end()
+	if err := <-done; err != nil {
+		t.Fatal(err)
+	}
+	// The next group begins only after the last one was let go.
+	if err := s.Write(t.Context(), func(context.Context, *Tx) error { return nil }); err != nil {
+		t.Fatal(err)
+	}
+	if err := healthy(); err != nil {
+		t.Errorf("after it: %v", err)
+	}
+}
+
+func TestHealthNoticesThatTheFileIsGone(t *testing.T) {
+	path := newPath(t)
+	s := open(t, path, Options{Create: true})
+	if err := os.Rename(path, path+".away"); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Health(t.Context()); !errors.Is(err, ErrGone) {
+		t.Errorf("%v, not ErrGone", err)
+	}
+}
+
+func TestHealthOfAReaderIsThatItReads(t *testing.T) {
+	path := newPath(t)
+	if err := open(t, path, Options{Create: true}).Health(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	s := open(t, path, Options{ReadOnly: true})
+	if err := s.Health(t.Context()); err != nil {
+		t.Error(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if err := s.Health(ctx); err == nil {
+		t.Error("a read that could not be made")
+	}
+}

@@ -1,0 +1,63 @@
+package relay
+
+import (
+	"context"
+	"errors"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"postrider/internal/record"
+)
+
+// What is said follows what sessions achieve, from the start to the return of a broker that was away.
+func TestHealthFollowsWhatSessionsAchieve(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := New(nil, record.Topics{}, func(context.Context) (Conn, error) { return nil, errors.New("unused") }, Options{})
+		says := func(when, want string) {
+			t.Helper()
+			trouble, err := r.Health()
+			if err != nil || !strings.HasPrefix(trouble, want) || (want == "") != (trouble == "") {
+				t.Errorf("%s: %q, %v, not %q", when, trouble, err, want)
+			}
+		}
+		stuck := func(when, want string) {
+			t.Helper()
+			if _, err := r.Health(); err == nil || err.Error() != want {
+				t.Errorf("%s: %v, not %q", when, err, want)
+			}
+		}
+		stuck("before Run", "the relay did not start yet")
+		r.c.turn()
+		says("the first session begins", "not connected yet")
+		s := &session{}
+		r.c.connected(s)
+		says("connected", "")
+		s.bytes.Store(100)
+		says("records in flight, and nothing went wrong before", "")
+
+		r.c.ended(errors.New("closed\nstack"), false, 10*time.Second)
+		says("ended", "nothing is shipped since 2000-01-01T00:00:00Z: closed; next try 2000-01-01T00:00:10Z")
+		time.Sleep(20 * time.Second)
+		r.c.ended(errors.New("refused"), false, 10*time.Second)
+		says("ended again", "nothing is shipped since 2000-01-01T00:00:00Z: refused; next try 2000-01-01T00:00:30Z")
+
+		s = &session{}
+		r.c.connected(s)
+		says("connected again, nothing to ship", "")
+		s.bytes.Store(100)
+		says("no PUBACK comes", "nothing is shipped since 2000-01-01T00:00:00Z: refused; connected again, no PUBACK came yet")
+		s.acked.Store(true)
+		says("a PUBACK came", "")
+		r.c.ended(errors.New("closed"), true, time.Second)
+		says("ended after progress", "nothing is shipped since 2000-01-01T00:00:20Z: closed; next try 2000-01-01T00:00:21Z")
+
+		time.Sleep(stuckAfter - 20*time.Second)
+		says("at the limit", "nothing is shipped")
+		time.Sleep(time.Second)
+		stuck("no turn for too long", "the relay did nothing for 1m1s")
+		r.c.turn()
+		says("it turns again", "nothing is shipped")
+	})
+}
