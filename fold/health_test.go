@@ -33,6 +33,8 @@ func TestHealthOfASubscriber(t *testing.T) {
 	}
 	fine := func(trouble string) bool { return trouble == "" }
 	says("subscribed", fine)
+	before := s.c.turned.Load()
+	mqtttest.Eventually(t, "an idle subscriber turns", func() bool { return s.c.turned.Load() != before })
 	b.Down()
 	says("not subscribed", func(trouble string) bool {
 		return strings.HasPrefix(trouble, "not subscribed since 20") && strings.Contains(trouble, "; next try 20") && !strings.Contains(trouble, "\n")

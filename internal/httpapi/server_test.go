@@ -1,7 +1,6 @@
 package httpapi
 
 import (
-	"bufio"
 	"context"
 	"encoding/json"
 	"errors"
@@ -9,6 +8,7 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"os"
 	"strings"
 	"sync"
 	"syscall"
@@ -222,5 +222,12 @@ func TestEndCutsWhoIsSlow(t *testing.T) {
 	if _, err := net.Dial("tcp", s.Addr()); err == nil {
 		t.Error("it still listens")
 	}
-	_, _ = bufio.NewReader(waits).ReadString('\n')
+	for _, c := range []net.Conn{quiet, waits} {
+		if err := c.SetReadDeadline(time.Now().Add(30 * time.Second)); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := io.Copy(io.Discard, c); errors.Is(err, os.ErrDeadlineExceeded) {
+			t.Error("a connection is still open")
+		}
+	}
 }
