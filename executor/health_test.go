@@ -14,18 +14,18 @@ func TestHealthIsASuccessfulLook(t *testing.T) {
 			t.Error("it did not start yet")
 		}
 		stop := n.start(t)
-		time.Sleep(5 * time.Minute)
+		<-time.After(5 * time.Minute) // of the bubble
 		if err := n.Health(); err != nil {
 			t.Errorf("idle: %v", err)
 		}
 		if err := n.store.Reader().Close(); err != nil {
 			t.Fatal(err)
 		}
-		time.Sleep(stuckAfter - time.Second)
+		<-time.After(stuckAfter - time.Second) // of the bubble
 		if err := n.Health(); err != nil {
 			t.Errorf("a moment without its database: %v", err)
 		}
-		time.Sleep(2 * time.Second)
+		<-time.After(2 * time.Second) // of the bubble
 		if err := n.Health(); err == nil {
 			t.Error("it cannot read its database")
 		}

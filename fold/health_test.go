@@ -56,7 +56,7 @@ func TestHealthTellsAStandstillFromABrokerThatIsAway(t *testing.T) {
 			t.Errorf("%q, %v", trouble, err)
 		}
 		for range 3 {
-			time.Sleep(30 * time.Second)
+			<-time.After(30 * time.Second) // of the bubble
 			s.c.turn()
 			s.c.ended(mqtt.ErrUnreachable, false, 30*time.Second)
 		}
@@ -65,7 +65,7 @@ func TestHealthTellsAStandstillFromABrokerThatIsAway(t *testing.T) {
 			t.Errorf("%q, %v", trouble, err)
 		}
 		s.c.connected()
-		time.Sleep(stuckAfter)
+		<-time.After(stuckAfter) // of the bubble
 		if trouble, err := s.Health(); err != nil || trouble != "" {
 			t.Errorf("%q, %v", trouble, err)
 		}
@@ -73,7 +73,7 @@ func TestHealthTellsAStandstillFromABrokerThatIsAway(t *testing.T) {
 		if trouble, _ := s.Health(); !strings.HasPrefix(trouble, "not subscribed since 2000-01-01T00:02:30Z: later") {
 			t.Errorf("%q", trouble)
 		}
-		time.Sleep(time.Second)
+		<-time.After(time.Second) // of the bubble
 		if _, err := s.Health(); err == nil || err.Error() != "the fold did nothing for 1m1s" {
 			t.Errorf("%v", err)
 		}

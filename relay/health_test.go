@@ -39,7 +39,7 @@ func TestHealthFollowsWhatSessionsAchieve(t *testing.T) {
 
 		r.c.ended(errors.New("closed\nstack"), false, 10*time.Second)
 		says("ended", "nothing is shipped since 2000-01-01T00:00:00Z: closed; next try 2000-01-01T00:00:10Z")
-		time.Sleep(20 * time.Second)
+		<-time.After(20 * time.Second) // of the bubble
 		r.c.ended(errors.New("refused"), false, 10*time.Second)
 		says("ended again", "nothing is shipped since 2000-01-01T00:00:00Z: refused; next try 2000-01-01T00:00:30Z")
 
@@ -53,9 +53,9 @@ func TestHealthFollowsWhatSessionsAchieve(t *testing.T) {
 		r.c.ended(errors.New("closed"), true, time.Second)
 		says("ended after progress", "nothing is shipped since 2000-01-01T00:00:20Z: closed; next try 2000-01-01T00:00:21Z")
 
-		time.Sleep(stuckAfter - 20*time.Second)
+		<-time.After(stuckAfter - 20*time.Second) // of the bubble
 		says("at the limit", "nothing is shipped")
-		time.Sleep(time.Second)
+		<-time.After(time.Second) // of the bubble
 		stuck("no turn for too long", "the relay did nothing for 1m1s")
 		r.c.turn()
 		says("it turns again", "nothing is shipped")

@@ -92,7 +92,9 @@ func (s *Server) Run(ctx context.Context, metrics prometheus.Gatherer, checks ..
 	if err := server.Shutdown(last); err != nil {
 		_ = server.Close() // cuts them; there is nobody to tell
 	}
-	<-failed
+	if err := <-failed; !errors.Is(err, http.ErrServerClosed) {
+		return fmt.Errorf("serve HTTP on %s: %w", s.Addr(), err)
+	}
 	return nil
 }
 

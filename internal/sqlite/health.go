@@ -77,5 +77,5 @@ func (s *Store) Collect(ch chan<- prometheus.Metric) {
 	gauge(descWAL, float64(wal), err)
 	var disk unix.Statfs_t
 	err = unix.Statfs(filepath.Dir(s.path), &disk)
-	gauge(descFree, float64(disk.Bavail)*float64(disk.Bsize), err) //nolint:unconvert // the types differ between systems
+	gauge(descFree, float64(disk.Bavail)*float64(disk.Bsize), err)
 }

@@ -40,7 +40,9 @@ func TestHealthNoticesACommitThatHangs(t *testing.T) {
 		t.Fatal(err)
 	}
 	ahead.Add(int64(time.Hour)) // nothing is under way any more, as soon as the writer has let go
-	for deadline := time.Now().Add(30 * time.Second); ; time.Sleep(time.Millisecond) {
+	again := time.NewTicker(time.Millisecond)
+	defer again.Stop()
+	for deadline := time.Now().Add(30 * time.Second); ; <-again.C {
 		err := healthy()
 		if err == nil {
 			break
