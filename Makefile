@@ -23,14 +23,20 @@ vet: # the last one is all that is done for macOS
 lint: # builds the linter on first use
 	$(GOLANGCI) run ./...
 
-bench:
-	go test -run '^$$' -bench . -benchmem ./...
+# One package after the other, so that none disturbs another. A bar that is missed is reported, and no failure.
+bench: # the ratios with their bars are listed at the end; mosquitto is measured too where it is installed
+	@go test -run '^$$' -bench . -benchmem -p 1 -timeout 10m ./... | awk '{ print } /^ok/ { ok = 1 } /^(--- )?FAIL/ { failed = 1 } \
+		/^Benchmark/ { bar = ratio = ""; for (i = 4; i <= NF; i += 2) { if ($$i == "bar") bar = $$(i-1); if ($$i == "ratio") ratio = $$(i-1) } \
+			if (bar != "") list[n++] = sprintf("%-40s %6.2f  at least %-4g %s", $$1, ratio, bar, ratio+0 >= bar+0 ? "met" : "NOT MET") } \
+		/^Benchmark.*mosquitto/ { mosquitto = 1 } \
+		END { print ""; for (i = 0; i < n; i++) print list[i]; if (!mosquitto) print "mosquitto was not measured: it is not installed"; \
+			exit failed || !ok }'
 
 # Kills, faulty disks, real brokers. Tests fail where a tool is missing; they never skip. Only those in files with the tag
 # run here: the others ran before.
 FAULTS = $(shell grep -l --include='*_test.go' -r '^//go:build.*faults' .)
 
-test-faults: # root, strace, python3, mosquitto
+test-faults: # root, strace, python3 with paho-mqtt, mosquitto
 	@test -n "$(FAULTS)"
 	go test -tags faults -count 1 -timeout 15m -run '^('"$$(sed -n 's/^func \(Test[A-Za-z0-9_]*\).*/\1/p' $(FAULTS) | paste -sd'|' -)"')$$' \
 		$(sort $(dir $(FAULTS)))

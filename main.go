@@ -26,6 +26,7 @@ import (
 	"postrider/fold"
 	"postrider/internal/agent"
 	"postrider/internal/cli"
+	"postrider/internal/demo"
 	"postrider/internal/devbroker"
 	"postrider/internal/httpapi"
 	"postrider/internal/kind"
@@ -46,17 +47,18 @@ func postrider() int {
 	app := &cli.App{Schema: schema, Stdin: os.Stdin, Stdout: os.Stdout, Stderr: os.Stderr}
 	p := process{app}
 	root := app.Root(
+		app.Demo(untilSignal(p.demo)),
 		app.Dev(untilSignal(p.serve)),
 		app.Serve(untilSignal(p.serve)),
 		app.Relay(untilSignal(p.relay)),
 		app.Send(),
-		app.Runs(),
+		app.Runs(untilSignal[cli.Tail]),
 		app.Rewind(),
 		app.Outbox(),
 		app.Fold(untilSignal(p.fold)),
 		app.Version(),
 	)
-	err := root.ExecuteContext(context.Background())
+	err := app.Execute(context.Background(), root)
 	if err == nil {
 		return 0
 	}
@@ -89,9 +91,11 @@ var endings = []struct {
 	{sqlite.ErrForeign, exitNotFound, "--db FILE names the database"},
 	{sqlite.ErrGone, exitNotFound, "put the file back and start again; what was sent meanwhile is lost"},
 	{sqlite.ErrNewer, exitNotFound, "use the version of postrider that wrote it, or a later one"},
+	{demo.ErrBroken, exitFailure, "--keep leaves both databases to look into"},
 	{executor.ErrNotFound, exitNotFound, ""},
 	{fold.ErrNotFound, exitNotFound, ""},
 	{os.ErrNotExist, exitNotFound, ""},
+	{kind.ErrNoProgram, exitNotFound, "a program is looked for in PATH, or by its path from here; chmod +x makes one of a script"},
 	{sqlite.ErrLocked, exitConflict, "end that process first, or choose another database with --db FILE"},
 	{fold.ErrOtherName, exitConflict, "leave --name out, or choose another database with --db FILE"},
 	{errOtherNode, exitConflict, "leave --node out, or choose another database with --db FILE"},
@@ -197,13 +201,18 @@ func (p process) serve(ctx context.Context, n cli.Node) (err error) {
 	}
 	defer func() { err = errors.Join(err, node.close()) }()
 	var events *foldStore // dev only
+	var sub *fold.Subscriber
 	if n.FoldDB != "" {
 		if events, err = openFold(ctx, n.FoldDB, "", log, web.metrics, nil); err != nil {
 			return err
 		}
 		defer func() { err = errors.Join(err, events.close()) }()
-		if err := events.announce(ctx, n.Broker, n.Topics); err != nil {
+		sub, err = fold.NewSubscriber(events.Fold, fold.SubscriberOptions{Broker: mqtt.Options{Broker: n.Broker}, Topics: n.Topics})
+		if err != nil {
 			return err
+		}
+		if err := sub.Announce(ctx); err != nil {
+			return err // the relay may be faster than the fold
 		}
 		// The broker that the last process had took with it what it had not delivered yet.
 		again, err := outbox.New(node.store, node.id.Name).Reship(ctx, func(ctx context.Context, key record.BranchKey) (int64, error) {
@@ -239,11 +248,7 @@ func (p process) serve(ctx context.Context, n cli.Node) (err error) {
 		ctx, cancel := context.WithCancel(ctx)
 		g.Add(func() error { return errors.Join(e.Run(ctx), agents.close()) }, func(error) { cancel() })
 	}
-	if events != nil {
-		sub, err := fold.NewSubscriber(events.Fold, fold.SubscriberOptions{Broker: mqtt.Options{Broker: n.Broker}, Topics: n.Topics})
-		if err != nil {
-			return err
-		}
+	if sub != nil {
 		web.check("fold", func(context.Context) (string, error) { return sub.Health() })
 		// The relay is told to end, the fold follows: the broker forgets what the fold has not taken in by its own end.
 		ctx, cancel := context.WithCancel(context.WithoutCancel(ctx))
@@ -257,6 +262,11 @@ func (p process) serve(ctx context.Context, n cli.Node) (err error) {
 		log.Info("to try it, run this in another terminal", "command", example(n))
 	}
 	return g.Run()
+}
+
+// demo shows what all of this is for.
+func (p process) demo(ctx context.Context, d cli.Demo) error {
+	return demo.Run(ctx, demo.Options{Schema: schema, Out: p.app.Stdout, Self: self(), JSON: d.JSON, Plain: d.Plain, Keep: d.Keep, Log: p.app.Log})
 }
 
 // relay ships the records of a node that serve --no-relay runs, or that is stopped.
@@ -304,6 +314,7 @@ func (p process) fold(ctx context.Context, o cli.Fold) (err error) {
 	}
 	defer func() { err = errors.Join(err, f.close()) }()
 	sub, err := fold.NewSubscriber(f.Fold, fold.SubscriberOptions{Broker: mqtt.Options{Broker: o.Broker}, Topics: o.Topics,
+		Logger:     p.app.Log.With("broker", shown(o.Broker)),
 		Partitions: o.Partitions, Tenant: o.Tenant})
 	if err != nil {
 		return err
@@ -460,7 +471,7 @@ func (n *node) relay(broker string, topics record.Topics, log *slog.Logger, metr
 		}
 		return c, nil
 	}
-	return relay.New(outbox.New(n.store, n.id.Name), topics, dial, relay.Options{Logger: log, Metrics: metrics})
+	return relay.New(outbox.New(n.store, n.id.Name), topics, dial, relay.Options{Logger: log.With("broker", shown(broker)), Metrics: metrics})
 }
 
 // foldStore is an open fold database, and the lock of the one process that subscribes for it: two with one client id
@@ -482,21 +493,6 @@ func openFold(ctx context.Context, db, name string, log *slog.Logger, metrics, s
 		return nil, errors.Join(err, f.Close())
 	}
 	return &foldStore{f, lock}, nil
-}
-
-// announce has a fresh broker keep a session for the fold. What is published before the first subscription reaches
-// nobody, and the relay may be faster than the fold.
-func (f *foldStore) announce(ctx context.Context, broker string, topics record.Topics) error {
-	all := make([]int, record.Partitions)
-	for p := range all {
-		all[p] = p
-	}
-	s, err := mqtt.Subscribe(ctx, mqtt.Options{Broker: broker, ClientID: f.ClientID()}, mqtt.Subscription{Filters: topics.EventsFilters("", all)})
-	if err != nil {
-		return err
-	}
-	s.Close()
-	return nil
 }
 
 func (f *foldStore) close() error { return errors.Join(f.Close(), f.lock.Release()) }
@@ -559,6 +555,9 @@ func host(n cli.Node, log *slog.Logger) (agents, error) {
 			return nil, cli.Usagef("agent %s is given twice", name)
 		}
 		all[name], err = kind.New(what, name, spec, kind.ExecOptions{Procs: n.Procs, StepTimeout: n.StepTimeout, Logger: log})
+		if errors.Is(err, kind.ErrNoProgram) {
+			return nil, err
+		}
 		if err != nil {
 			return nil, &cli.UsageError{Err: err}
 		}
@@ -590,14 +589,18 @@ func (a agents) close() error {
 	return err
 }
 
+// self is how this program was called.
+func self() string {
+	if strings.Contains(filepath.ToSlash(os.Args[0]), "/go-build") {
+		return "go run ."
+	}
+	return "postrider"
+}
+
 // example is a command that gives the first agent an input.
 func example(n cli.Node) string {
 	name, _, _ := strings.Cut(n.Agents[0], "=")
-	self := "postrider"
-	if strings.Contains(filepath.ToSlash(os.Args[0]), "/go-build") {
-		self = "go run ."
-	}
-	c := self + " send " + name + " run-1"
+	c := self() + " send " + name + " run-1"
 	if n.DB != "postrider.db" {
 		c += " --db " + n.DB
 	}

@@ -50,6 +50,34 @@ func (r *RunInfo) dest() []any {
 	return []any{&r.Tenant, &r.Run, &r.Agent, &r.Status, &r.Branch, &r.Gen, &r.Step, &r.LSN, &r.Pending, &r.Dead, &r.Attempts, &r.LastError, &r.WakeUS, &r.UpdatedUS}
 }
 
+// RunNames lists a tenant's runs that begin with prefix, by name: those of one agent, or for "" of all.
+func RunNames(ctx context.Context, store *sqlite.Store, tenant, agent, prefix string, limit int) ([]string, error) {
+	return names(ctx, store, "SELECT name FROM run WHERE tenant = ? AND name >= ? AND name < ? AND ? IN ('', agent) ORDER BY name LIMIT ?",
+		tenant, prefix, prefix+"~", agent, limit)
+}
+
+// AgentNames lists the agents that were ever hosted here and begin with prefix.
+func AgentNames(ctx context.Context, store *sqlite.Store, prefix string, limit int) ([]string, error) {
+	return names(ctx, store, "SELECT name FROM agent WHERE name >= ? AND name < ? ORDER BY name LIMIT ?", prefix, prefix+"~", limit)
+}
+
+// names runs a query for names. No name has a ~ in it, or anything that sorts after it.
+func names(ctx context.Context, store *sqlite.Store, query string, args ...any) (list []string, err error) {
+	rows, err := store.Reader().QueryContext(ctx, query, args...)
+	if err != nil {
+		return nil, fmt.Errorf("list names: %w", err)
+	}
+	defer rows.Close()
+	for rows.Next() {
+		var name string
+		if err := rows.Scan(&name); err != nil {
+			return nil, fmt.Errorf("list names: %w", err)
+		}
+		list = append(list, name)
+	}
+	return list, rows.Err()
+}
+
 // BranchInfo is one line of a run's history.
 type BranchInfo struct {
 	Branch   string `json:"branch"`

@@ -80,41 +80,51 @@ func claimStep(ctx context.Context, tx *sqlite.Tx, run int64, hosted func(agent 
 	return take(ctx, tx, &c, agent.Next(next))
 }
 
-// take chooses what the run does after its head step and records the choice: the claim of a step, or its rest.
+// take records what a run that rests does next: the claim of a step, or until when it goes on resting.
 func take(ctx context.Context, tx *sqlite.Tx, c *claim, next agent.Next) (*claim, error) {
-	c.input = nil
-	if next != agent.Continue {
-		in, due, err := nextInput(ctx, tx, c.run)
-		if err != nil {
-			return nil, err
-		}
-		if in == nil {
-			return nil, rest(ctx, tx, c.run, due)
-		}
-		c.input = in
+	resting, wakeUS, err := follow(ctx, tx, c, next)
+	if err != nil {
+		return nil, err
 	}
-	var row any
-	if c.input != nil {
-		row = c.input.row
+	if resting != "" {
+		_, _, err := tx.Exec(ctx, `UPDATE run SET status = ?, wake_us = ?, claim_step = NULL, claim_input = NULL, updated_us = ? WHERE id = ?`,
+			resting, wakeUS, tx.NowUS, c.run)
+		return nil, err
 	}
-	_, _, err := tx.Exec(ctx, `UPDATE run SET status = 'running', claim = ?, claim_step = ?, claim_input = ?, wake_us = NULL, updated_us = ? WHERE id = ?`,
-		c.no, c.step, row, tx.NowUS, c.run)
+	_, _, err = tx.Exec(ctx, `UPDATE run SET status = 'running', claim = ?, claim_step = ?, claim_input = ?, wake_us = NULL, updated_us = ? WHERE id = ?`,
+		c.no, c.step, c.inputRow(), tx.NowUS, c.run)
 	if err != nil {
 		return nil, fmt.Errorf("claim step %d of %s: %w", c.step, c.name, err)
 	}
-	c.startedUS = tx.NowUS
 	return c, nil
 }
 
-// rest leaves a run without a step in hand until due; 0: until an input comes.
-func rest(ctx context.Context, tx *sqlite.Tx, run, due int64) error {
-	status, wakeUS := "idle", any(nil)
-	if due != 0 {
-		status, wakeUS = "waiting", due
+// follow chooses what a run does after its head step: c's step, which gets its input and its start here, or, with a
+// status, no step until wakeUS.
+func follow(ctx context.Context, tx *sqlite.Tx, c *claim, next agent.Next) (resting string, wakeUS any, err error) {
+	c.input, c.startedUS = nil, tx.NowUS
+	if next == agent.Continue {
+		return "", nil, nil
 	}
-	_, _, err := tx.Exec(ctx, `UPDATE run SET status = ?, wake_us = ?, claim_step = NULL, claim_input = NULL, updated_us = ? WHERE id = ?`,
-		status, wakeUS, tx.NowUS, run)
-	return err
+	in, due, err := nextInput(ctx, tx, c.run)
+	switch {
+	case err != nil:
+		return "", nil, err
+	case in != nil:
+		c.input = in
+		return "", nil, nil
+	case due != 0:
+		return "waiting", due, nil
+	}
+	return "idle", nil, nil
+}
+
+// inputRow is the inbox row of the step's input, or NULL.
+func (c *claim) inputRow() any {
+	if c.input == nil {
+		return nil
+	}
+	return c.input.row
 }
 
 // nextInput is the first due input of a run, by max(arrival, due), then arrival. When none is due, it says when. Those
@@ -152,9 +162,7 @@ func nextInput(ctx context.Context, tx *sqlite.Tx, run int64) (*claimedInput, in
 // runs, appends the records, moves the branch head and claims the next step (unless yield). Each guard is in a write's
 // WHERE; a step whose claim, branch, head or input is no longer the run's changes nothing: errFenced.
 func commitStep(ctx context.Context, tx *sqlite.Tx, c *claim, e *effects, yield bool, maxContinue int64) (next *claim, err error) {
-	var inputRow any
 	if c.input != nil {
-		inputRow = c.input.row
 		n, _, err := tx.Exec(ctx, `UPDATE inbox SET consumed_branch = ?, consumed_step = ?, next_us = NULL
 			WHERE id = ? AND run = ? AND consumed_branch IS NULL AND cancelled_branch IS NULL AND ended_us IS NULL`,
 			c.head.Branch, c.step, c.input.row, c.run)
@@ -194,7 +202,7 @@ func commitStep(ctx context.Context, tx *sqlite.Tx, c *claim, e *effects, yield 
 	}
 	_, checkpoint, err := tx.Exec(ctx, `INSERT INTO checkpoint (branch, step, prev_id, next, input, lsn, event_lsn, bytes, started_us, committed_us, codec, base_id, state)
 		VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)`,
-		c.head.Branch, c.step, prev, string(e.next), inputRow, head.LSN, head.EventLSN, head.Bytes, c.startedUS, tx.NowUS, codec, base, state)
+		c.head.Branch, c.step, prev, string(e.next), c.inputRow(), head.LSN, head.EventLSN, head.Bytes, c.startedUS, tx.NowUS, codec, base, state)
 	if err != nil {
 		return nil, fmt.Errorf("store checkpoint: %w", err)
 	}
@@ -209,39 +217,52 @@ func commitStep(ctx context.Context, tx *sqlite.Tx, c *claim, e *effects, yield 
 	if n != 1 {
 		return nil, errFenced
 	}
-	// Not ready yet: what follows decides. The guard is here, so that a fenced claim ends in this statement.
 	continues := int64(0)
 	if e.next == agent.Continue {
 		continues = c.continues + 1
-	}
-	n, _, err = tx.Exec(ctx, `UPDATE run SET claim = claim + 1, claim_step = NULL, claim_input = NULL, attempts = 0, continues = ?, last_error = NULL, updated_us = ?
-		WHERE id = ? AND live = ? AND claim = ? AND status = 'running'`, continues, tx.NowUS, c.run, c.head.Branch, c.no)
-	if err != nil {
-		return nil, fmt.Errorf("release claim: %w", err)
-	}
-	if n != 1 {
-		return nil, errFenced
 	}
 	after := &claim{run: c.run, tenant: c.tenant, name: c.name, agent: c.agent, no: c.no + 1, branch: c.branch, step: c.step + 1, attempt: 1,
 		state: c.state, stateID: c.stateID, headID: checkpoint, ownHead: true, head: head, continues: continues}
 	if e.state != nil {
 		after.state, after.stateID = e.state, checkpoint
 	}
+	var resting string
+	var wakeUS any
 	switch {
-	case e.next == agent.Done || e.next == agent.Fail:
-		status := "done"
-		if e.next == agent.Fail {
-			status = "failed"
-		}
-		_, _, err = tx.Exec(ctx, "UPDATE run SET status = ?, wake_us = NULL WHERE id = ?", status, c.run)
-		return nil, err
+	case e.next == agent.Done:
+		resting = "done"
+	case e.next == agent.Fail:
+		resting = "failed"
 	case e.next == agent.Continue && continues >= maxContinue:
-		return nil, pause(ctx, tx, c.run, head, c.step, fmt.Sprintf("%d steps in a row without input", continues), "")
+		resting = "paused"
 	case yield:
-		_, _, err = tx.Exec(ctx, "UPDATE run SET status = 'ready', wake_us = ? WHERE id = ?", tx.NowUS, c.run)
-		return nil, err
+		resting, wakeUS = "ready", tx.NowUS
+	default:
+		if resting, wakeUS, err = follow(ctx, tx, after, e.next); err != nil {
+			return nil, err
+		}
 	}
-	return take(ctx, tx, after, e.next)
+	// One write ends the claim and records what follows. The guard is here, so that a fenced claim ends in this statement.
+	const guard = " WHERE id = ? AND live = ? AND claim = ? AND status = 'running'"
+	if resting == "" {
+		// Status and wake_us stay as they are for a run in hand: if they were named, SQLite would write its index entries anew.
+		n, _, err = tx.Exec(ctx, "UPDATE run SET claim = claim + 1, claim_step = ?, claim_input = ?, attempts = 0, continues = ?, last_error = NULL, updated_us = ?"+guard,
+			after.step, after.inputRow(), continues, tx.NowUS, c.run, c.head.Branch, c.no)
+	} else {
+		n, _, err = tx.Exec(ctx, `UPDATE run SET status = ?, wake_us = ?, claim = claim + 1, claim_step = NULL, claim_input = NULL, attempts = 0, continues = ?,
+			last_error = NULL, updated_us = ?`+guard, resting, wakeUS, continues, tx.NowUS, c.run, c.head.Branch, c.no)
+	}
+	switch {
+	case err != nil:
+		return nil, fmt.Errorf("release claim: %w", err)
+	case n != 1:
+		return nil, errFenced
+	case resting == "":
+		return after, nil
+	case resting == "paused":
+		return nil, pause(ctx, tx, c.run, head, c.step, fmt.Sprintf("%d steps in a row without input", continues), "")
+	}
+	return nil, nil
 }
 
 // deliverLocal hands a command to a run of this node within the sender's step. What its run cannot take is a dead letter

@@ -10,6 +10,7 @@ import (
 	"io"
 	"strconv"
 	"strings"
+	"unicode/utf8"
 
 	"postrider/internal/record"
 )
@@ -79,15 +80,23 @@ func (s *Shown) WriteJSON(w io.Writer) error {
 	return err
 }
 
-// appendString appends a JSON string without the HTML escapes of json.Marshal.
+// appendString appends a JSON string without the HTML escapes of json.Marshal, and with escapes for the control characters
+// that it leaves as they are, DEL and U+0080 to U+009F: a terminal obeys some of them.
 func appendString(dst []byte, s string) []byte {
-	b := bytes.NewBuffer(dst)
+	b := bytes.NewBuffer(nil)
 	enc := json.NewEncoder(b)
 	enc.SetEscapeHTML(false)
 	if err := enc.Encode(s); err != nil {
 		panic(err) // a string can always be encoded
 	}
-	return b.Bytes()[:b.Len()-1] // without Encode's newline
+	for _, r := range string(b.Bytes()[:b.Len()-1]) { // without Encode's newline
+		if r >= 0x7f && r < 0xa0 {
+			dst = fmt.Appendf(dst, `\u%04x`, r)
+		} else {
+			dst = utf8.AppendRune(dst, r)
+		}
+	}
+	return dst
 }
 
 // snapshot runs read in one read transaction, so that its queries agree with each other.
@@ -124,6 +133,24 @@ func (f *Fold) Show(ctx context.Context, tenant, run, node string) (*Shown, erro
 		return nil, fmt.Errorf("show run %s of tenant %s: %w", run, tenant, err)
 	}
 	return s, nil
+}
+
+// RunNames lists the names, each once, of a tenant's runs that begin with prefix.
+func (f *Fold) RunNames(ctx context.Context, tenant, prefix string, limit int) (names []string, err error) {
+	rows, err := f.store.Reader().QueryContext(ctx, "SELECT DISTINCT name FROM run WHERE tenant = ? AND name >= ? AND name < ? ORDER BY name LIMIT ?",
+		tenant, prefix, prefix+"\U0010ffff", limit)
+	if err != nil {
+		return nil, fmt.Errorf("list runs: %w", err)
+	}
+	defer rows.Close()
+	for rows.Next() {
+		var name string
+		if err := rows.Scan(&name); err != nil {
+			return nil, fmt.Errorf("list runs: %w", err)
+		}
+		names = append(names, name)
+	}
+	return names, rows.Err()
 }
 
 // find fills in the node and gives the run's row.

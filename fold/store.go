@@ -3,6 +3,7 @@ package fold
 import (
 	"context"
 	"crypto/rand"
+	"database/sql"
 	_ "embed"
 	"errors"
 	"fmt"
@@ -134,6 +135,9 @@ func hostName() string {
 
 // Close ends the store. A Subscriber must have returned before.
 func (f *Fold) Close() error { return f.store.Close() }
+
+// Reader is the pool of read-only connections, for queries of one's own; schema.sql is what they can rely on.
+func (f *Fold) Reader() *sql.DB { return f.store.Reader() }
 
 // Name is what nodes know this fold by.
 func (f *Fold) Name() string { return f.name }

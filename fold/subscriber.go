@@ -81,6 +81,17 @@ func NewSubscriber(f *Fold, o SubscriberOptions) (*Subscriber, error) {
 	}, nil
 }
 
+// Announce has a broker that does not know this fold keep a session for it, and returns: what is published before the first
+// subscription reaches nobody. Run must not be running.
+func (s *Subscriber) Announce(ctx context.Context) error {
+	conn, err := mqtt.Subscribe(ctx, s.o.Broker, s.sub)
+	if err != nil {
+		return err
+	}
+	conn.Close()
+	return nil
+}
+
 // Run keeps one session at a time until ctx ends, whatever goes wrong in it, and returns nil then. It must run only once
 // at a time.
 func (s *Subscriber) Run(ctx context.Context) error {

@@ -125,6 +125,25 @@ func broker(url string) SubscriberOptions {
 	return SubscriberOptions{Broker: mqtt.Options{Broker: url}}
 }
 
+func TestAnnouncedFoldMissesNothingBeforeItRuns(t *testing.T) {
+	b := startBroker(t)
+	f := openNew(t, Options{})
+	s, err := NewSubscriber(f, broker(b.URL()))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Announce(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	publishRecords(t, b, events(20)...)
+	runSubscriber(t, s)
+	awaitRecords(t, f, 20)
+	b.Close()
+	if err := s.Announce(t.Context()); err == nil {
+		t.Error("there is no broker, and no error")
+	}
+}
+
 func TestSubscriberReceivesWhatWasPublishedWhileItWasAway(t *testing.T) {
 	b := startBroker(t)
 	path := t.TempDir() + "/fold.db"

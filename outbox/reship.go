@@ -46,12 +46,12 @@ func (o *Outbox) Reship(ctx context.Context, held func(ctx context.Context, key 
 		var n int64
 		err = o.store.Write(ctx, func(ctx context.Context, tx *sqlite.Tx) error {
 			n = 0
-			var first, bytes, recorded int64
+			var first, id, bytes, recorded int64
 			err := tx.Get(ctx, `WITH RECURSIVE walk (id, prev_id, lsn) AS (
 				SELECT o.id, o.prev_id, o.lsn FROM outbox o JOIN branch b ON o.id = b.tail_id WHERE b.id = ?1
 				UNION ALL SELECT o.id, o.prev_id, o.lsn FROM walk w JOIN outbox o ON o.id = w.prev_id WHERE w.lsn > ?2 + 1)
-				SELECT o.lsn, COALESCE(p.bytes, 0), COALESCE(p.recorded_us, 0) FROM walk w JOIN outbox o ON o.id = w.id LEFT JOIN outbox p ON p.id = o.prev_id
-				WHERE w.lsn > ?2 AND w.lsn <= ?3 AND o.kind = 1 ORDER BY w.lsn LIMIT 1`, []any{s.id, max(at, s.fork), s.lsn}, &first, &bytes, &recorded)
+				SELECT o.lsn, o.id, COALESCE(p.bytes, 0), COALESCE(p.recorded_us, 0) FROM walk w JOIN outbox o ON o.id = w.id LEFT JOIN outbox p ON p.id = o.prev_id
+				WHERE w.lsn > ?2 AND w.lsn <= ?3 AND o.kind = 1 ORDER BY w.lsn LIMIT 1`, []any{s.id, max(at, s.fork), s.lsn}, &first, &id, &bytes, &recorded)
 			if errors.Is(err, sql.ErrNoRows) {
 				return nil // only commands and messages: nobody here counts those
 			}
@@ -59,8 +59,8 @@ func (o *Outbox) Reship(ctx context.Context, held func(ctx context.Context, key 
 				return fmt.Errorf("find first missing event of branch %s: %w", s.key.Branch, err)
 			}
 			n = s.lsn - first + 1
-			_, _, err = tx.Exec(ctx, `UPDATE branch SET shipped = ?, shipped_bytes = ?, shipped_us = iif(? = 0, opened_us, ?) WHERE id = ? AND shipped = ?`,
-				first-1, bytes, recorded, recorded, s.id, s.lsn)
+			_, _, err = tx.Exec(ctx, `UPDATE branch SET shipped = ?, shipped_bytes = ?, shipped_us = iif(? = 0, opened_us, ?), backlog_id = ? WHERE id = ? AND shipped = ?`,
+				first-1, bytes, recorded, recorded, id, s.id, s.lsn)
 			return err
 		})
 		if err != nil {

@@ -137,8 +137,13 @@ func (r *Relay) Run(ctx context.Context) error {
 			r.patience = min(2*r.patience, 2*time.Minute)
 		}
 		r.m.restarts.WithLabelValues(reason).Inc()
-		if said.due(reason) {
-			r.log.Warn("session ended; records wait in the outbox", "reason", reason, "err", end.err, "first_in_flight", end.first, "next_in", pause.Round(time.Millisecond))
+		log := r.log.With("reason", reason, "err", end.err, "next_in", pause.Round(time.Millisecond))
+		switch {
+		case !said.due(reason):
+		case end.connected:
+			log.Warn("session ended; records wait in the outbox", "first_in_flight", end.first)
+		default:
+			log.Warn("no session with the broker; records wait in the outbox")
 		}
 		if end.fence != 0 {
 			if err := r.box.Failed(ctx, end.fence, end.inFlight, cut(end.err.Error()), time.Now().Add(pause)); err != nil && ctx.Err() == nil {

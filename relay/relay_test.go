@@ -466,7 +466,7 @@ func TestQuietSessionIsHealthy(t *testing.T) {
 				n := filled(t)
 				r := lonely(n, always(newFakeConn(answer)), relay.Options{AckTimeout: time.Hour, Grace: time.Millisecond})
 				n.start(r.Run)
-				time.Sleep(3 * time.Minute)
+				<-time.After(3 * time.Minute) // of the bubble
 				if trouble, err := r.Health(); trouble != "" || err != nil {
 					t.Errorf("%q, %v", trouble, err)
 				}
@@ -485,6 +485,22 @@ func TestSilenceEndsTheSession(t *testing.T) {
 	stop()
 	if s := n.stats(); s.Shipped != 0 {
 		t.Errorf("%d records are shipped", s.Shipped)
+	}
+}
+
+// The reason is the silence, not that the relay hung up over it: its patience and its metric go by that.
+func TestSilenceOfARealBrokerIsTheReason(t *testing.T) {
+	n := filled(t)
+	fake := mqtttest.NewFake(t)
+	fake.OnPublish(func(mqtttest.FakePublish) mqtttest.Answer { return mqtttest.Ignore })
+	reg := prometheus.NewRegistry()
+	stop := n.start(newRelay(n.store, fake.URL(), nil, relay.Options{AckTimeout: 20 * time.Millisecond, Grace: 10 * time.Millisecond, Metrics: reg}).Run)
+	mqtttest.Eventually(t, "two sessions were given up", func() bool { return value(t, reg, "postrider_relay_restarts_total", "timeout") >= 2 })
+	stop()
+	for _, reason := range []string{"closed", "other"} {
+		if n := value(t, reg, "postrider_relay_restarts_total", reason); n != 0 {
+			t.Errorf("%v sessions ended for the reason %s", n, reason)
+		}
 	}
 }
 

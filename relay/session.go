@@ -32,11 +32,12 @@ var (
 
 // ended is how a session ended.
 type ended struct {
-	err      error
-	fence    int64   // 0: none was taken
-	progress bool    // something was acknowledged
-	inFlight []int64 // branches with records published and not acknowledged
-	first    string  // the first of these records; "": none
+	err       error
+	fence     int64   // 0: none was taken
+	connected bool    // there was one
+	progress  bool    // something was acknowledged
+	inFlight  []int64 // branches with records published and not acknowledged
+	first     string  // the first of these records; "": none
 }
 
 // flight is a record under way.
@@ -114,7 +115,7 @@ func (r *Relay) runSession(ctx context.Context) ended {
 
 // run ends when its first actor does: the publisher, the settler, the connection, or ctx.
 func (s *session) run(ctx context.Context) ended {
-	end := ended{fence: s.fence}
+	end := ended{fence: s.fence, connected: true}
 	var g run.Group
 	{ // publisher
 		publishing, cancel := context.WithCancel(ctx)
@@ -132,10 +133,15 @@ func (s *session) run(ctx context.Context) ended {
 				return nil
 			case <-s.conn.Lost():
 			}
-			if err := s.conn.Err(); err != nil {
-				return err
+			err := s.conn.Err()
+			switch {
+			case err == nil:
+				return errLost
+			case errors.Is(err, mqtt.ErrClosed): // by another actor, which has the reason
+				<-watching.Done()
+				return nil
 			}
-			return errLost
+			return err
 		}), func(error) { cancel() })
 	}
 	end.err = g.Run()
@@ -196,7 +202,11 @@ func (s *session) publish(ctx context.Context) error {
 		reading = true
 		go func() {
 			var d drained
-			d.err = guard(func() (err error) { d.items, err = s.r.box.Drain(ctx, "", &cursor, drainLimit); return err })()
+			d.err = guard(func() (err error) {
+				d.items, err = s.r.box.Drain(ctx, "", &cursor, drainLimit)
+				d.encode(s.r.topics) // here, beside the publisher, whose time is what limits the throughput
+				return err
+			})()
 			ahead <- d
 		}()
 	}
@@ -233,7 +243,7 @@ func (s *session) publish(ctx context.Context) error {
 			continue
 		}
 		fetch()
-		sent, err := s.send(ctx, batch.items)
+		sent, err := s.send(ctx, batch)
 		if err != nil || ctx.Err() != nil {
 			return err
 		}
@@ -248,24 +258,37 @@ func (s *session) publish(ctx context.Context) error {
 	}
 }
 
-// drained is one answer of Drain.
+// drained is one answer of Drain, ready to be sent.
 type drained struct {
 	items []outbox.Item
+	wire  []wire // of each item
 	err   error
 }
 
-// send hands items to the client, each when the window has room, and says how many. It stops early at the end of ctx, and
-// before the first record that it would hand over after a rewind was committed: at most the one being handed over passes.
-func (s *session) send(ctx context.Context, items []outbox.Item) (sent int, err error) {
-	for i := range items {
-		it := &items[i]
-		var payload []byte
+type wire struct {
+	topic   string
+	payload []byte
+}
+
+func (d *drained) encode(topics record.Topics) {
+	d.wire = make([]wire, len(d.items))
+	for i := range d.items {
+		it, w := &d.items[i], &d.wire[i]
+		w.topic = topics.Of(&it.Record)
 		if it.Kind == record.Message {
-			payload = it.Data
+			w.payload = it.Data
 		} else {
-			payload = it.AppendCloudEvent(make([]byte, 0, len(it.Data)+768))
+			w.payload = it.AppendCloudEvent(make([]byte, 0, len(it.Data)+768))
 		}
-		topic := s.r.topics.Of(&it.Record)
+	}
+}
+
+// send hands a batch to the client, each record when the window has room, and says how many. It stops early at the end of
+// ctx, and before the first record that it would hand over after a rewind was committed: at most the one being handed over
+// passes.
+func (s *session) send(ctx context.Context, batch drained) (sent int, err error) {
+	for i := range batch.items {
+		it, topic, payload := &batch.items[i], batch.wire[i].topic, batch.wire[i].payload
 		size := int64(len(payload) + len(topic))
 		select {
 		case s.slots <- struct{}{}:
@@ -311,7 +334,7 @@ func (s *session) send(ctx context.Context, items []outbox.Item) (sent int, err 
 		}
 		s.flights <- f // has as many places as there are slots
 	}
-	return len(items), nil
+	return len(batch.items), nil
 }
 
 // forget drops the cursor's positions that the shipped marks have reached.

@@ -33,6 +33,27 @@ type App struct {
 	output     string
 
 	logLevel, logFormat string
+
+	help helpOutput
+}
+
+// helpOutput is where help goes. Cobra does not look at the error of writing it.
+type helpOutput struct {
+	io.Writer
+	err error
+}
+
+func (h *helpOutput) Write(p []byte) (int, error) {
+	n, err := h.Writer.Write(p)
+	if h.err == nil {
+		h.err = err
+	}
+	return n, err
+}
+
+// Execute runs the command that the arguments name.
+func (a *App) Execute(ctx context.Context, root *cobra.Command) error {
+	return errors.Join(root.ExecuteContext(ctx), a.help.err)
 }
 
 // UsageError: the command line is wrong, and nothing was done.
@@ -96,7 +117,8 @@ Exit codes: 0 done, or stopped by a signal · 1 failure · 2 wrong usage · 3 no
 		PersistentPreRunE: func(c *cobra.Command, _ []string) error { return a.prepare(c) },
 	}
 	root.SetIn(a.Stdin)
-	root.SetOut(a.Stdout)
+	a.help.Writer = a.Stdout
+	root.SetOut(&a.help)
 	root.SetErr(a.Stderr)
 	root.SetFlagErrorFunc(func(c *cobra.Command, err error) error {
 		return WithHint(&UsageError{err}, "%s --help lists the flags", c.CommandPath())
@@ -107,14 +129,36 @@ Exit codes: 0 done, or stopped by a signal · 1 failure · 2 wrong usage · 3 no
 	f.StringVarP(&a.output, "output", "o", "table", "`FORM` of the output: table, json or jsonl")
 	f.StringVar(&a.logLevel, "log-level", "info", "least `LEVEL` of log lines on stderr: debug, info, warn or error")
 	f.StringVar(&a.logFormat, "log-format", "text", "`FORM` of log lines: text or json")
-	f.SortFlags = false
+	cobra.EnableCommandSorting = false // they are listed in the order that main has them in
 	root.AddCommand(commands...)
+	root.AddCommand(a.completion(root))
+	root.SetHelpCommand(a.helpCommand(root))
+	settle(root)
 	return root
 }
 
-// prepare takes flags that were not given from the environment and checks the ones that all commands share.
-func (a *App) prepare(c *cobra.Command) error {
-	var err error
+// helpCommand is `help`. Cobra's own takes any word for a topic and is content.
+func (a *App) helpCommand(root *cobra.Command) *cobra.Command {
+	return &cobra.Command{
+		Use:     "help [COMMAND]",
+		Short:   "Show what a command does, as --help does",
+		Example: "  postrider help runs tail",
+		RunE: func(_ *cobra.Command, given []string) error {
+			c, rest, err := root.Find(given)
+			if err == nil && len(rest) > 0 {
+				err = a.noArgs(c, rest)
+			}
+			if err != nil {
+				return err
+			}
+			c.InitDefaultHelpFlag()
+			return c.Help()
+		},
+	}
+}
+
+// environment takes flags that were not given from the environment.
+func (a *App) environment(c *cobra.Command) (err error) {
 	c.Flags().VisitAll(func(f *pflag.Flag) {
 		name := envPrefix + strings.ToUpper(strings.ReplaceAll(f.Name, "-", "_"))
 		value := os.Getenv(name)
@@ -132,8 +176,20 @@ func (a *App) prepare(c *cobra.Command) error {
 			}
 		}
 	})
-	if err != nil {
+	return err
+}
+
+// prepare takes in the environment and checks the flags that all commands share.
+func (a *App) prepare(c *cobra.Command) error {
+	if completing(c) { // in the name of another command, whose flags are not known yet
+		c.Root().SetErr(io.Discard)
+		return nil
+	}
+	if err := a.environment(c); err != nil {
 		return err
+	}
+	if f := c.Flags().Lookup("db"); f != nil && f.Value.String() == "" {
+		return Usagef("--db: the name of a file is missing")
 	}
 	switch a.output {
 	case "table", "json", "jsonl":

@@ -3,6 +3,7 @@ package cli
 import (
 	"bytes"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"slices"
@@ -11,6 +12,8 @@ import (
 	"time"
 
 	"github.com/spf13/cobra"
+
+	"postrider/executor"
 )
 
 // tree is the whole command line; what it would run is recorded.
@@ -19,8 +22,9 @@ func tree(out *bytes.Buffer) (a *App, root *cobra.Command, ran *[]any) {
 	a = &App{Stdin: strings.NewReader(""), Stdout: out, Stderr: out}
 	node := func(_ context.Context, n Node) error { *ran = append(*ran, n); return nil }
 	root = a.Root(
+		a.Demo(func(_ context.Context, d Demo) error { *ran = append(*ran, d); return nil }),
 		a.Dev(node), a.Serve(node), a.Relay(func(_ context.Context, r Relay) error { *ran = append(*ran, r); return nil }),
-		a.Send(), a.Runs(), a.Rewind(), a.Outbox(), a.Fold(func(_ context.Context, f Fold) error { *ran = append(*ran, f); return nil }), a.Version(),
+		a.Send(), a.Runs(func(f func(context.Context, Tail) error) func(context.Context, Tail) error { return f }), a.Rewind(), a.Outbox(), a.Fold(func(_ context.Context, f Fold) error { *ran = append(*ran, f); return nil }), a.Version(),
 	)
 	return a, root, ran
 }
@@ -82,6 +86,47 @@ func TestObjectKeepsRawBytes(t *testing.T) {
 		a := &App{Stdout: &out, output: form}
 		if err := a.printJSON([]byte(state)); err != nil || out.String() != want {
 			t.Errorf("-o %s: %v, %q, not %q", form, err, out.String(), want)
+		}
+	}
+}
+
+// DEL and the C1 controls, which the encoder leaves as they are, are escaped in what is encoded here and nowhere else.
+func TestControlCharactersAreEscapedInJSON(t *testing.T) {
+	text := "a\x7f\u0080\u009b31m\u009f\u00a0é\x1b<&>\xff\U0001f600"
+	want := `"a\u007f\u0080\u009b31m\u009f` + "\u00a0é" + `\u001b<&>\ufffd` + "\U0001f600" + `"`
+	if got := string(appendJSON(nil, text)); got != want {
+		t.Errorf("%q, not %q", got, want)
+	}
+	var back string
+	if err := json.Unmarshal([]byte(want), &back); err != nil || back != strings.ToValidUTF8(text, "\ufffd") {
+		t.Errorf("%q, %v", back, err)
+	}
+	if got := string(object("k\x7f", raw("\"\u009b\""))); got != `{"k\u007f":"`+"\u009b"+`"}` {
+		t.Errorf("%q", got)
+	}
+}
+
+func TestRestsAreTold(t *testing.T) {
+	rest := func(status, lastError string, wake, claim int64) string {
+		return restOf(&executor.Tailed{RunInfo: executor.RunInfo{Status: status, LastError: lastError, WakeUS: wake}, Claim: claim})
+	}
+	for _, status := range []string{"idle", "ready", "running"} {
+		if got := rest(status, "", 0, 1); got != "" {
+			t.Errorf("%s is a rest: %q", status, got)
+		}
+	}
+	if rest("waiting", "", 5, 1) != rest("waiting", "", 5, 2) {
+		t.Error("a timer is news after each step")
+	}
+	for name, pair := range map[string][2]string{
+		"another timer":    {rest("waiting", "", 5, 1), rest("waiting", "", 6, 1)},
+		"an error":         {rest("waiting", "", 5, 1), rest("waiting", "x", 5, 1)},
+		"a second pause":   {rest("paused", "x", 0, 1), rest("paused", "x", 0, 3)},
+		"another reason":   {rest("paused", "x", 0, 1), rest("paused", "y", 0, 1)},
+		"done, not failed": {rest("done", "", 0, 1), rest("failed", "", 0, 1)},
+	} {
+		if pair[0] == pair[1] || pair[0] == "" || pair[1] == "" {
+			t.Errorf("%s: %q", name, pair)
 		}
 	}
 }

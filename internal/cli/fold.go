@@ -99,10 +99,11 @@ func (a *App) withFold(c *cobra.Command, use func(ctx context.Context, f *fold.F
 func (a *App) foldShow() *cobra.Command {
 	var node string
 	c := &cobra.Command{
-		Use:     "show RUN",
-		Short:   "Show a run's events as they arrived: the live lineage, in order, up to the first gap",
-		Example: "  postrider fold show run-1\n  postrider fold show run-1 --node line-1 -o json",
-		Args:    args(1, "RUN"),
+		Use:               "show RUN",
+		Short:             "Show a run's events as they arrived: the live lineage, in order, up to the first gap",
+		Example:           "  postrider fold show run-1\n  postrider fold show run-1 --node line-1 -o json",
+		Args:              args(1, "RUN"),
+		ValidArgsFunction: a.completeFolded,
 	}
 	c.Flags().StringVar(&node, "node", "", "`NAME` of the run's node, where several have one of that name")
 	c.RunE = func(c *cobra.Command, given []string) error {
@@ -113,6 +114,9 @@ func (a *App) foldShow() *cobra.Command {
 			s, err := f.Show(ctx, a.tenant, given[0], node)
 			if _, ok := errors.AsType[*fold.AmbiguousError](err); ok {
 				return WithHint(&UsageError{err}, "--node NAME says which")
+			}
+			if errors.Is(err, fold.ErrNotFound) && node != "" {
+				return elsewhere(ctx, f, a.tenant, given[0], err)
 			}
 			if err != nil {
 				return err
@@ -143,6 +147,18 @@ func (a *App) foldShow() *cobra.Command {
 		})
 	}
 	return c
+}
+
+// elsewhere adds to err, that a run is not known of one node, of which nodes it is.
+func elsewhere(ctx context.Context, f *fold.Fold, tenant, run string, err error) error {
+	s, other := f.Show(ctx, tenant, run, "")
+	if several, ok := errors.AsType[*fold.AmbiguousError](other); ok {
+		return WithHint(err, "nodes with a run of that name: %s", strings.Join(several.Nodes, ", "))
+	}
+	if other == nil {
+		return WithHint(err, "node %s has a run of that name", s.Node)
+	}
+	return err
 }
 
 func (a *App) foldVerify() *cobra.Command {

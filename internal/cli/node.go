@@ -50,9 +50,9 @@ The node's name is fixed with its first start; later it may be left out. One pro
 			"  postrider serve --no-relay --node line-1 --agent counter=go:counter",
 		Args: a.noArgs,
 	}
-	n.flags(c.Flags(), "`NAME` of the node, unique in its fleet; needed by the first start")
 	c.Flags().StringVar(&n.Broker, "broker", "", "`URL` of the broker: tcp://, mqtt://, tls://, ws://, wss:// or host:port")
 	c.Flags().BoolVar(&n.NoRelay, "no-relay", false, "ship nothing; a relay of its own does")
+	n.flags(c.Flags(), "`NAME` of the node, unique in its fleet; needed by the first start")
 	c.RunE = func(c *cobra.Command, _ []string) error {
 		if err := n.check(c.Flags()); err != nil {
 			return err
@@ -83,8 +83,8 @@ everybody who reaches its address, and forgets everything when it ends.`,
 		Example: "  postrider dev --agent counter=exec:'python3 counter.py'\n  postrider dev --agent counter=go:counter --mqtt 127.0.0.1:0 --db /tmp/try.db",
 		Args:    a.noArgs,
 	}
-	n.flags(c.Flags(), "`NAME` of the node (default the host's name)")
 	c.Flags().StringVar(&n.Embedded, "mqtt", "127.0.0.1:1883", "`ADDR` the broker listens on; port 0 takes a free one")
+	n.flags(c.Flags(), "`NAME` of the node (default the host's name)")
 	c.RunE = func(c *cobra.Command, _ []string) error {
 		if err := n.check(c.Flags()); err != nil {
 			return err

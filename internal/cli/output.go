@@ -99,27 +99,40 @@ func object(pairs ...any) []byte {
 	return append(b, '}')
 }
 
-// appendJSON writes v without the escapes that json.Marshal adds for HTML.
+// appendJSON writes v without the escapes that json.Marshal adds for HTML, and with those that it leaves out: DEL and the
+// control characters from U+0080, some of which begin an escape sequence as ESC [ does.
 func appendJSON(b []byte, v any) []byte {
-	w := bytes.NewBuffer(b)
+	w := bytes.NewBuffer(nil)
 	enc := json.NewEncoder(w)
 	enc.SetEscapeHTML(false)
 	if err := enc.Encode(v); err != nil {
 		panic(err) // strings, numbers and structs of them always can be
 	}
-	return w.Bytes()[:w.Len()-1] // without Encode's newline
+	for _, r := range string(w.Bytes()[:w.Len()-1]) { // without Encode's newline; always UTF-8
+		if r >= 0x7f && r < 0xa0 {
+			b = fmt.Appendf(b, `\u%04x`, r)
+		} else {
+			b = utf8.AppendRune(b, r)
+		}
+	}
+	return b
 }
 
-// printJSON prints one value: as it is for json, on one line for jsonl. Between tokens, where alone JSON allows line
-// ends, a space means the same.
+// printJSON prints one value: as it is for json, on one line for jsonl.
 func (a *App) printJSON(value []byte) error {
 	if a.output == "jsonl" {
-		value = bytes.Map(func(r rune) rune {
-			if r == '\n' || r == '\r' {
-				return ' '
-			}
-			return r
-		}, value)
+		return a.printLine(value)
+	}
+	_, err := a.Stdout.Write(append(value, '\n'))
+	return err
+}
+
+// printLine prints one value on one line. Between tokens, where alone JSON allows line ends, a space means the same.
+func (a *App) printLine(value []byte) error {
+	for i, c := range value {
+		if c == '\n' || c == '\r' {
+			value[i] = ' '
+		}
 	}
 	_, err := a.Stdout.Write(append(value, '\n'))
 	return err

@@ -20,8 +20,9 @@ func (a *App) Rewind() *cobra.Command {
 dropped, records after that step which were not shipped are withheld, and what was pending at it is pending again.
 Inputs from outside that the abandoned steps consumed are not given again. The node may be running. A rewind to its own
 last step sets a paused run going again.`,
-		Example: "  postrider rewind run-1 --to 3\n  postrider rewind run-1 --to 0 --reason 'wrong model'",
-		Args:    args(1, "RUN"),
+		Example:           "  postrider rewind run-1 --to 3\n  postrider rewind run-1 --to 0 --reason 'wrong model'",
+		Args:              args(1, "RUN"),
+		ValidArgsFunction: a.completeRun(0),
 	}
 	c.Flags().Int64Var(&to, "to", -1, "`STEP` to go back to (required)")
 	c.Flags().Lookup("to").DefValue = "" // none: it must be given

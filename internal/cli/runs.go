@@ -11,13 +11,13 @@ import (
 	"postrider/internal/sqlite"
 )
 
-// Runs is `runs`.
-func (a *App) Runs() *cobra.Command {
+// Runs is `runs`; untilSignal gives tail, which goes on until it is told to end, an orderly end.
+func (a *App) Runs(untilSignal func(func(context.Context, Tail) error) func(context.Context, Tail) error) *cobra.Command {
 	return a.group(&cobra.Command{
 		Use:     "runs",
 		Short:   "Look at runs",
-		Example: "  postrider runs ls\n  postrider runs show run-1 -o json",
-	}, a.runsLs(), a.runsShow(), a.runsSteps())
+		Example: "  postrider runs ls\n  postrider runs show run-1 -o json\n  postrider runs tail run-1",
+	}, a.runsLs(), a.runsShow(), a.runsSteps(), a.runsTail(untilSignal(a.tail)))
 }
 
 // page is how many rows one look at a database reads.
@@ -79,10 +79,11 @@ func cause(lastError string) string { return stepOf.ReplaceAllString(lastError, 
 
 func (a *App) runsShow() *cobra.Command {
 	return &cobra.Command{
-		Use:     "show RUN",
-		Short:   "Show a run: what it does, its state, its branches",
-		Example: "  postrider runs show run-1\n  postrider runs show run-1 -o json | jq .state",
-		Args:    args(1, "RUN"),
+		Use:               "show RUN",
+		Short:             "Show a run: what it does, its state, its branches",
+		Example:           "  postrider runs show run-1\n  postrider runs show run-1 -o json | jq .state",
+		Args:              args(1, "RUN"),
+		ValidArgsFunction: a.completeRun(0),
 		RunE: func(c *cobra.Command, given []string) error {
 			if err := a.oneTenant(); err != nil {
 				return err
@@ -126,10 +127,11 @@ func (a *App) runsSteps() *cobra.Command {
 	var limit int
 	var before int64
 	c := &cobra.Command{
-		Use:     "steps RUN",
-		Short:   "List the steps of a run's live lineage, newest first",
-		Example: "  postrider runs steps run-1\n  postrider runs steps run-1 --before 100 --limit 20 -o jsonl",
-		Args:    args(1, "RUN"),
+		Use:               "steps RUN",
+		Short:             "List the steps of a run's live lineage, newest first",
+		Example:           "  postrider runs steps run-1\n  postrider runs steps run-1 --before 100 --limit 20 -o jsonl",
+		Args:              args(1, "RUN"),
+		ValidArgsFunction: a.completeRun(0),
 	}
 	c.Flags().IntVar(&limit, "limit", 50, "at most `N` steps")
 	c.Flags().Int64Var(&before, "before", 0, "only steps before `STEP` (default from the newest)")

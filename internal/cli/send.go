@@ -7,6 +7,7 @@ import (
 	"io"
 	"os"
 	"strings"
+	"syscall"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -33,7 +34,8 @@ An input with an --id counts once in its run, however often it is sent; the same
 		Example: "  postrider send counter run-1 --data '{\"hello\": 1}'\n" +
 			"  postrider send counter run-1 --type order --id order-17 --data @order.json\n" +
 			"  date +'\"%F\"' | postrider send counter run-1 --data - --in 5m",
-		Args: args(1, "AGENT", "RUN"),
+		Args:              args(1, "AGENT", "RUN"),
+		ValidArgsFunction: a.completeSend,
 	}
 	f := c.Flags()
 	f.StringVar(&in.Type, "type", "message", "`TYPE` of the input")
@@ -95,25 +97,34 @@ func due(in time.Duration, at string) (int64, error) {
 	return t.UnixMicro(), nil
 }
 
+// data is what --data names. What cannot be read is a wrong argument.
 func (a *App) data(arg string) (b []byte, err error) {
-	from := io.Reader(strings.NewReader(arg))
+	from, name := io.Reader(strings.NewReader(arg)), "the argument"
 	switch {
 	case arg == "-":
-		from = a.Stdin
+		from, name = a.Stdin, "stdin"
 	case strings.HasPrefix(arg, "@"):
-		f, err := os.Open(arg[1:])
-		if err != nil {
+		name = arg[1:]
+		f, err := os.Open(name)
+		if errors.Is(err, os.ErrNotExist) {
 			return nil, fmt.Errorf("--data: %w", err)
+		}
+		if err != nil {
+			return nil, Usagef("--data: %w", err)
 		}
 		defer f.Close()
 		from = f
 	}
 	b, err = io.ReadAll(io.LimitReader(from, maxData+1))
 	switch {
+	case errors.Is(err, syscall.EISDIR):
+		return nil, Usagef("--data: %s is a folder", name)
 	case err != nil:
-		return nil, fmt.Errorf("--data: %w", err)
+		return nil, Usagef("--data: %w", err)
 	case len(b) > maxData:
 		return nil, Usagef("--data: more than %d bytes", maxData)
+	case len(b) == 0:
+		return nil, WithHint(Usagef("--data: %s is empty, which is no JSON", name), "without --data the input has null")
 	}
 	return b, nil
 }

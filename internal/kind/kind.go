@@ -43,10 +43,13 @@ func ParseSpec(s string) (name, kind, spec string, err error) {
 	return name, kind, spec, nil
 }
 
-// New hosts the agent that ParseSpec read. Nothing runs before the first step.
+// New hosts the agent that ParseSpec read. Nothing runs before the first step. ErrNoProgram: nothing could.
 func New(kind, name, spec string, o ExecOptions) (Hosted, error) {
 	switch kind {
 	case "exec":
+		if err := find(spec); err != nil {
+			return nil, fmt.Errorf("agent %s: %w", name, err)
+		}
 		return NewExec(name, spec, o), nil
 	case "go":
 		if newAgent, ok := builtin[spec]; ok {

@@ -2,6 +2,8 @@ package kind
 
 import (
 	"context"
+	"errors"
+	"os"
 	"strings"
 	"testing"
 
@@ -51,6 +53,34 @@ func TestNewKnowsItsKinds(t *testing.T) {
 	checkError(t, err, `agent a: no Go agent "nope"; there is counter`)
 	_, err = New("wasm", "a", "x", ExecOptions{})
 	checkError(t, err, `agent a: unknown kind "wasm"`)
+}
+
+// Only what surely cannot run is refused: the rest the shell resolves, and the first step says.
+func TestMissingProgramIsRefused(t *testing.T) {
+	dir := t.TempDir()
+	t.Chdir(dir)
+	for name, mode := range map[string]os.FileMode{"tool": 0o755, "text": 0o644} {
+		if err := os.WriteFile(name, []byte("#!/bin/sh\n"), mode); err != nil {
+			t.Fatal(err)
+		}
+	}
+	path := os.Getenv("PATH")
+	for command, want := range map[string]string{
+		"nosuch": "agent a: command nosuch is not found", "nosuch arg": "command nosuch is not found", "./nosuch": "command ./nosuch is not found",
+		"./text": "command ./text is not executable", dir: "is a directory", "tool": "command tool is not found",
+		"sh -c x": "", "./tool": "", dir + "/tool x": "", "exec nosuch": "", "nosuch | cat": "", "X=1 nosuch": "", "$TOOL": "", "if": "",
+	} {
+		_, err := New("exec", "a", command, ExecOptions{})
+		if want == "" && err != nil || want != "" && (!errors.Is(err, ErrNoProgram) || !strings.Contains(err.Error(), want)) {
+			t.Errorf("%s: %v, want %q", command, err, want)
+		}
+	}
+	for _, path := range []string{"", dir, ".:" + path} { // the shell has a path of its own; found; found as the shell finds it
+		t.Setenv("PATH", path)
+		if _, err := New("exec", "a", "tool", ExecOptions{}); err != nil {
+			t.Errorf("PATH=%s: %v", path, err)
+		}
+	}
 }
 
 func TestGoCounterCounts(t *testing.T) {

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"os"
 	"os/exec"
 	"regexp"
 	"runtime"
@@ -85,6 +86,34 @@ func simple(command string) bool {
 	first, _, _ := strings.Cut(command, " ")
 	return words.MatchString(command) && !slices.Contains(notPrograms, first)
 }
+
+// ErrNoProgram: the command of an exec agent names a program that is not there, or is none.
+var ErrNoProgram = errors.New("no such program")
+
+// find says that the program of a simple command is missing, as far as that is known before it runs: it is looked for as
+// the shell will. What only the shell can tell the first step says.
+func find(command string) error {
+	program, _, _ := strings.Cut(command, " ")
+	if !simple(command) || os.Getenv("PATH") == "" { // the shell has a path of its own then
+		return nil
+	}
+	_, err := exec.LookPath(program)
+	switch {
+	case err == nil, errors.Is(err, exec.ErrDot): // which the shell accepts
+		return nil
+	case errors.Is(err, exec.ErrNotFound), errors.Is(err, os.ErrNotExist):
+		return &missing{fmt.Sprintf("command %s is not found", program)}
+	case errors.Is(err, os.ErrPermission):
+		return &missing{fmt.Sprintf("command %s is not executable", program)}
+	}
+	return &missing{fmt.Sprintf("command %s: %s", program, errors.Unwrap(err))}
+}
+
+// missing is an ErrNoProgram in words of its own.
+type missing struct{ text string }
+
+func (m *missing) Error() string        { return m.text }
+func (m *missing) Is(target error) bool { return target == ErrNoProgram }
 
 func startProcess(command string, grace time.Duration, log *slog.Logger, stale *atomic.Int64) (*process, error) {
 	if simple(command) {
