@@ -1,9 +1,9 @@
 // Package sqlite opens Postrider's database files and owns their one writer. It is the only importer of the driver.
 //
-// All writes of a process go through one goroutine that takes what is waiting, runs each unit in its own savepoint,
-// commits once (synchronous=FULL) and only then answers each: nothing is answered that a power cut could undo. Readers
-// are read-only connections of bounded lifetime. Every schema opened here has the tables meta (id = 1, boot, clock_us,
-// commit_seq) and writer (id, commit_seq, at_us), which the writer sets in every transaction.
+// All writes of a process go through one goroutine that takes what is waiting, runs each unit on its own (in a savepoint
+// where one failed), commits once (synchronous=FULL) and only then answers each: nothing is answered that a power cut could
+// undo. Readers are read-only connections of bounded lifetime. Every schema opened here has the tables meta (id = 1, boot,
+// clock_us, commit_seq) and writer (id, commit_seq, at_us), which the writer sets in every transaction.
 //
 // While a file is open here, nothing else in the process may open it: closing any other descriptor drops the POSIX locks
 // that SQLite holds, and the next outside program may then delete the live WAL. On Linux the main file's locks belong to

@@ -30,6 +30,7 @@ type Tx struct {
 	before func(query string) error
 	rows   []*sql.Rows // given out in this unit
 	gone   error       // ended the whole transaction
+	failed bool        // a statement did, in this transaction
 }
 
 func (tx *Tx) stmt(ctx context.Context, query string) (*sql.Stmt, error) {
@@ -53,6 +54,7 @@ func (tx *Tx) stmt(ctx context.Context, query string) (*sql.Stmt, error) {
 
 // seen looks at a statement's error for those with which SQLite may have rolled back everything.
 func (tx *Tx) seen(err error) error {
+	tx.failed = tx.failed || code(err) != 0
 	switch code(err) & 0xff {
 	case lib.SQLITE_FULL, lib.SQLITE_IOERR, lib.SQLITE_NOMEM, lib.SQLITE_BUSY, lib.SQLITE_INTERRUPT:
 		tx.gone = err
@@ -410,17 +412,19 @@ func (w *writer) loop() {
 		}
 		now := w.o.now()
 		w.since.Store(&now)
-		w.commit(live)
+		w.commit(live, false)
 		w.since.Store(nil)
 		clear(group) // an answered unit's memory is its caller's
 		w.trim()
 	}
 }
 
-// commit runs a group in one transaction. When one unit takes the whole transaction with it (a full disk, an I/O
-// error), all run again one by one: also those it had refused, since they may have met rows of a neighbour that are
-// gone now, and the culprit, since perhaps only the neighbours' rows left no room for it.
-func (w *writer) commit(group []*request) {
+// commit runs a group in one transaction. Units seldom fail, and savepoints cost a fifth of a small unit: SQLite keeps a
+// copy of each page that changes. So a group runs without them first; when a unit fails, all is undone and runs again, each
+// unit in a savepoint of its own. When one takes the whole transaction with it (a full disk, an I/O error), all run again
+// one by one: also those it had refused, since they may have met rows of a neighbour that are gone now, and the culprit,
+// since perhaps only the neighbours' rows left no room for it.
+func (w *writer) commit(group []*request, savepoints bool) {
 	if len(group) == 0 {
 		return
 	}
@@ -432,9 +436,15 @@ func (w *writer) commit(group []*request) {
 	}
 	refused := map[*request]error{}
 	for _, r := range group {
-		err := w.run(r, len(group) > 1)
+		err := w.run(r, savepoints)
 		var gone *goneError
 		switch {
+		// Also for a statement whose failure the unit kept to itself: only a savepoint's end tells whether all else of the
+		// transaction is still there.
+		case !savepoints && len(group) > 1 && (err != nil || w.tx.failed) && w.tx.gone == nil:
+			w.abort()
+			w.commit(group, true)
+			return
 		case errors.As(err, &gone):
 			w.abort()
 			w.alone(group, gone.err)
@@ -476,7 +486,7 @@ func (w *writer) alone(group []*request, err error) {
 		return
 	}
 	for i := range group {
-		w.commit(group[i : i+1])
+		w.commit(group[i:i+1], false)
 	}
 }
 
@@ -533,7 +543,7 @@ func (w *writer) begin() (seq int64, err error) {
 		pause = min(pause*5/4, 2*time.Millisecond)
 	}
 	ctx := context.Background()
-	w.tx.gone = nil
+	w.tx.gone, w.tx.failed = nil, false
 	w.tx.before = nil
 	err = w.tx.Get(ctx, "UPDATE meta SET commit_seq = commit_seq + 1, clock_us = max(clock_us, ?) WHERE id = 1 RETURNING commit_seq, clock_us",
 		[]any{w.clock.nowUS()}, &seq, &w.tx.NowUS)
@@ -576,9 +586,9 @@ type goneError struct{ err error }
 
 func (e *goneError) Error() string { return e.err.Error() }
 
-// run runs one unit. Only in a group is a savepoint worth its price: alone, the unit is the transaction.
-func (w *writer) run(r *request, grouped bool) error {
-	if grouped {
+// run runs one unit; without a savepoint of its own its failure is that of the transaction.
+func (w *writer) run(r *request, savepoint bool) error {
+	if savepoint {
 		if err := w.control("SAVEPOINT unit"); err != nil {
 			return &goneError{fmt.Errorf("savepoint: %w", err)}
 		}
@@ -588,10 +598,10 @@ func (w *writer) run(r *request, grouped bool) error {
 	if gone := w.tx.gone; gone != nil && err == nil { // the unit kept it to itself
 		err = gone
 	}
-	if err != nil && (!grouped || w.tx.gone != nil) {
+	if err != nil && (!savepoint || w.tx.gone != nil) {
 		return &goneError{err}
 	}
-	if !grouped {
+	if !savepoint {
 		return nil
 	}
 	if err == nil {
