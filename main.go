@@ -88,6 +88,7 @@ var endings = []struct {
 }{
 	{executor.ErrInvalid, exitUsage, ""},
 	{sqlite.ErrNotFound, exitNotFound, "postrider dev and postrider serve make a database; --db FILE names another one"},
+	{sqlite.ErrAccess, exitNotFound, "it takes write access to the file, to those beside it (-wal, -shm) and to their folder, also for reading"},
 	{sqlite.ErrForeign, exitNotFound, "--db FILE names the database"},
 	{sqlite.ErrGone, exitNotFound, "put the file back and start again; what was sent meanwhile is lost"},
 	{sqlite.ErrNewer, exitNotFound, "use the version of postrider that wrote it, or a later one"},
@@ -124,6 +125,9 @@ const shutdownLimit = 10 * time.Second
 // lastCall is how long dev's fold goes on after the relay. What it misses is shipped again at the next start.
 const lastCall = 300 * time.Millisecond
 
+// sameSignal is how soon the same signal again is not a second one.
+const sameSignal = 200 * time.Millisecond
+
 // untilSignal gives a command that runs until it is told to end an orderly end: the first SIGINT, SIGTERM or SIGHUP ends its
 // context, the second ends the process at once. Other commands die of the first: all they write is one transaction.
 func untilSignal[T any](command func(context.Context, T) error) func(context.Context, T) error {
@@ -134,12 +138,17 @@ func untilSignal[T any](command func(context.Context, T) error) func(context.Con
 		signals := make(chan os.Signal, 2)
 		signal.Notify(signals, syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP)
 		go func() {
-			<-signals
+			first, at := <-signals, time.Now()
 			cancel()
-			select {
-			case <-signals:
-			case <-time.After(shutdownLimit):
-				fmt.Fprintf(os.Stderr, "postrider: the end took longer than %s\n", shutdownLimit)
+			limit := time.After(shutdownLimit)
+			for again := false; !again; {
+				select {
+				case s := <-signals: // timeout(1) sends one to its child, and the same to the group that the child is in
+					again = s != first || time.Since(at) > sameSignal
+				case <-limit:
+					fmt.Fprintf(os.Stderr, "postrider: the end took longer than %s\n", shutdownLimit)
+					again = true
+				}
 			}
 			os.Exit(exitFailure)
 		}()
@@ -264,8 +273,9 @@ func (p process) serve(ctx context.Context, n cli.Node) (err error) {
 	return g.Run()
 }
 
-// demo shows what all of this is for.
+// demo shows what all of this is for. When nobody reads on, it is told so by an error, and can clean up.
 func (p process) demo(ctx context.Context, d cli.Demo) error {
+	signal.Ignore(syscall.SIGPIPE)
 	return demo.Run(ctx, demo.Options{Schema: schema, Out: p.app.Stdout, Self: self(), JSON: d.JSON, Plain: d.Plain, Keep: d.Keep, Log: p.app.Log})
 }
 
@@ -532,12 +542,13 @@ func checkBroker(url string, none bool) error {
 	return nil
 }
 
-// shown is a broker's address without its password.
+// shown is a broker's address without its password, and without a query, which may be one too.
 func shown(broker string) string {
 	u, err := mqtt.ParseBroker(broker)
 	if err != nil {
 		return "?"
 	}
+	u.RawQuery = ""
 	return u.Redacted()
 }
 

@@ -19,6 +19,7 @@ type condition struct {
 	mu      sync.Mutex
 	session *session // nil: none is connected
 	failed  error    // why the last one ended, while none has made progress since; nil: no reason to complain
+	own     bool     // and no broker is to blame for that
 	since   time.Time
 	next    time.Time // when the next one begins
 }
@@ -28,25 +29,27 @@ func (c *condition) turn() {
 	c.turned.Store(&now)
 }
 
-// connected notes that a session began; ended that it is over, and why. Progress forgets the failures before.
+// connected notes that a session began; ended that it is over, and why. Progress forgets the failures before, and so does a
+// session that had nothing to ship.
 func (c *condition) connected(s *session) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.session = s
 }
 
-func (c *condition) ended(err error, progress bool, pause time.Duration) {
+func (c *condition) ended(end ended, own bool, pause time.Duration) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	now := time.Now()
-	if c.failed == nil || progress {
+	if c.failed == nil || end.progress || end.connected && len(end.inFlight) == 0 {
 		c.since = now
 	}
-	c.session, c.failed, c.next = nil, err, now.Add(pause)
+	c.session, c.failed, c.own, c.next = nil, end.err, own, now.Add(pause)
 }
 
 // Health says in one line what keeps records from being shipped, "" if nothing does, and fails when Run itself does not
-// go on. A broker that is away is trouble and no failure. It counts what sessions achieve: a connection on which no PUBACK
+// go on, or when a session ended for a reason of its own: a lock file that may not be opened, a full disk, a panic. A
+// broker that is away is trouble and no failure. It counts what sessions achieve: a connection on which no PUBACK
 // comes for what is in flight does not end the trouble that was before it.
 func (r *Relay) Health() (trouble string, err error) {
 	at := r.c.turned.Load()
@@ -69,6 +72,9 @@ func (r *Relay) Health() (trouble string, err error) {
 	trouble = fmt.Sprintf("nothing is shipped since %s: %s", r.c.since.UTC().Format(time.RFC3339), cut(why))
 	if s != nil {
 		return trouble + "; connected again, no PUBACK came yet", nil
+	}
+	if r.c.own {
+		return "", errors.New(trouble)
 	}
 	return trouble + "; next try " + r.c.next.UTC().Format(time.RFC3339), nil
 }

@@ -28,6 +28,7 @@ func TestHealthFollowsWhatSessionsAchieve(t *testing.T) {
 				t.Errorf("%s: %v, not %q", when, err, want)
 			}
 		}
+		flying := []int64{1}
 		stuck("before Run", "the relay did not start yet")
 		r.c.turn()
 		says("the first session begins", "not connected yet")
@@ -37,10 +38,10 @@ func TestHealthFollowsWhatSessionsAchieve(t *testing.T) {
 		s.bytes.Store(100)
 		says("records in flight, and nothing went wrong before", "")
 
-		r.c.ended(errors.New("closed\nstack"), false, 10*time.Second)
+		r.c.ended(ended{err: errors.New("closed\nstack"), inFlight: flying}, false, 10*time.Second)
 		says("ended", "nothing is shipped since 2000-01-01T00:00:00Z: closed; next try 2000-01-01T00:00:10Z")
 		<-time.After(20 * time.Second) // of the bubble
-		r.c.ended(errors.New("refused"), false, 10*time.Second)
+		r.c.ended(ended{err: errors.New("refused")}, false, 10*time.Second)
 		says("ended again", "nothing is shipped since 2000-01-01T00:00:00Z: refused; next try 2000-01-01T00:00:30Z")
 
 		s = &session{}
@@ -50,10 +51,22 @@ func TestHealthFollowsWhatSessionsAchieve(t *testing.T) {
 		says("no PUBACK comes", "nothing is shipped since 2000-01-01T00:00:00Z: refused; connected again, no PUBACK came yet")
 		s.acked.Store(true)
 		says("a PUBACK came", "")
-		r.c.ended(errors.New("closed"), true, time.Second)
+		r.c.ended(ended{err: errors.New("closed"), connected: true, progress: true, inFlight: flying}, false, time.Second)
 		says("ended after progress", "nothing is shipped since 2000-01-01T00:00:20Z: closed; next try 2000-01-01T00:00:21Z")
 
-		<-time.After(stuckAfter - 20*time.Second) // of the bubble
+		r.c.connected(&session{})
+		<-time.After(5 * time.Second) // of the bubble
+		r.c.ended(ended{err: errors.New("closed"), connected: true, inFlight: flying}, false, time.Second)
+		says("ended with records in flight, and no PUBACK", "nothing is shipped since 2000-01-01T00:00:20Z: closed")
+		r.c.ended(ended{err: errors.New("closed"), connected: true}, false, time.Second)
+		says("ended, and there was nothing to ship", "nothing is shipped since 2000-01-01T00:00:25Z: closed")
+		r.c.ended(ended{err: errors.New("disk is full")}, true, time.Second)
+		stuck("no broker is to blame", "nothing is shipped since 2000-01-01T00:00:25Z: disk is full")
+		r.c.connected(&session{})
+		says("it goes on", "")
+		r.c.ended(ended{err: errors.New("closed")}, false, time.Second)
+
+		<-time.After(stuckAfter - 25*time.Second) // of the bubble
 		says("at the limit", "nothing is shipped")
 		<-time.After(time.Second) // of the bubble
 		stuck("no turn for too long", "the relay did nothing for 1m1s")

@@ -128,7 +128,7 @@ func (r *Relay) Run(ctx context.Context) error {
 		}
 		pause := backoff(r.o.BackoffMin, r.o.BackoffMax, failures)
 		reason := reasonOf(end.err)
-		r.c.ended(end.err, end.progress, pause)
+		r.c.ended(end, reason == "other" || reason == "panic", pause)
 		switch {
 		case end.progress:
 			r.patience = r.o.AckTimeout

@@ -3,7 +3,9 @@ package cli
 import (
 	"bytes"
 	"context"
+	"errors"
 	"log/slog"
+	"os"
 	"sync"
 
 	"github.com/spf13/cobra"
@@ -48,7 +50,7 @@ printed. The parts log nothing unless --log-level is given, or something fails.`
 			a.Log = slog.New(slog.NewTextHandler(&lines, &slog.HandlerOptions{Level: slog.LevelWarn}))
 		}
 		err := run(c.Context(), d)
-		if err != nil {
+		if stdout := (*os.PathError)(nil); err != nil && !(errors.As(err, &stdout) && stdout.Path == os.Stdout.Name()) {
 			_, _ = a.Stderr.Write(lines.b.Bytes())
 		}
 		return err

@@ -1,6 +1,7 @@
 package demo
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -36,7 +37,9 @@ func play(parent context.Context, o Options, s *screen, db, foldDB string) (err 
 	defer func() {
 		fail(nil)
 		st.feeds.Wait()
-		err = errors.Join(err, p.close())
+		if cerr := p.close(); err == nil {
+			err = cerr // else mostly the same once more
+		}
 	}()
 	if err := st.outage(ctx); err != nil {
 		return err
@@ -229,7 +232,7 @@ func (st *stage) feed(ctx context.Context, n int, over time.Duration) <-chan err
 			all.Go(func() { errs[run] = one(run) })
 		}
 		all.Wait()
-		outcome <- errors.Join(errs...)
+		outcome <- cmp.Or(errs...) // one disk fails for all runs alike
 		close(outcome)
 	})
 	return outcome
@@ -267,7 +270,9 @@ func (st *stage) until(parent context.Context, what string, ready func(now) (boo
 		ok := false
 		if err == nil {
 			st.show(n)
-			ok, err = ready(n)
+			if ok, err = ready(n); err == nil {
+				err = st.screen.err // nobody watches any more
+			}
 		}
 		if err == nil && ok { // what ready saw may be newer
 			if n, err = st.now(ctx); err == nil {

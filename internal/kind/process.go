@@ -24,6 +24,7 @@ import (
 
 const (
 	maxLogLine = 4 << 10 // what the logger gets of one line
+	maxLogRate = 200     // lines of one process in a second
 	maxQuote   = 200     // what an error quotes of one line
 )
 
@@ -56,6 +57,11 @@ type process struct {
 	call  *call // the step in hand until it is answered
 	ended bool  // the child is dead, its group perhaps not
 	fault error // a protocol error while no step was in hand
+
+	logMu    sync.Mutex
+	logSince time.Time // of the second that is counted
+	logLines int       // in it
+	logLeft  int       // left out since the log said so
 }
 
 // call is one step in hand. Both channels have room for one, so that the reader never waits.
@@ -115,11 +121,17 @@ type missing struct{ text string }
 func (m *missing) Error() string        { return m.text }
 func (m *missing) Is(target error) bool { return target == ErrNoProgram }
 
+// environment is this process's without its own settings: a broker's password may be among them.
+func environment() []string {
+	return slices.DeleteFunc(os.Environ(), func(s string) bool { return strings.HasPrefix(s, "POSTRIDER_") })
+}
+
 func startProcess(command string, grace time.Duration, log *slog.Logger, stale *atomic.Int64) (*process, error) {
 	if simple(command) {
 		command = "exec " + command
 	}
 	cmd := exec.Command("sh", "-c", command)
+	cmd.Env = environment()
 	cmd.SysProcAttr = procAttr()
 	p := &process{grace: grace, log: log, stale: stale, cmd: cmd, gone: make(chan struct{})}
 	var errIn, errOut, errErr error
@@ -178,6 +190,9 @@ func (p *process) supervise(started chan<- error) {
 	_ = p.stdout.Close()
 	_ = p.stderr.Close()
 	<-eof
+	p.logMu.Lock()
+	p.leftOut()
+	p.logMu.Unlock()
 	p.log.Info("agent process ended", "pid", p.cmd.Process.Pid, "status", p.status)
 }
 
@@ -257,7 +272,7 @@ func (p *process) await(ctx context.Context, c *call, wrote <-chan struct{}, sil
 		case <-c.beat:
 			timer.Reset(silence)
 		case <-timer.C:
-			err := fmt.Errorf("the process was silent for %v", silence)
+			err := fmt.Errorf("the process was silent for %v (log lines do not count)", silence)
 			if other := c.other.Load(); other != nil {
 				err = fmt.Errorf("%w, but for a reply with the id %s, which is not this step's", err, cut([]byte(*other)))
 			}
@@ -323,7 +338,7 @@ func (p *process) line(b []byte) error {
 	case err != nil && r.ID == "":
 		return fmt.Errorf("%w: %w in the line %s", errFault, err, cut(b))
 	case r.Log != nil:
-		p.log.Info("agent log", "text", (*r.Log)[:min(len(*r.Log), maxLogLine)])
+		p.say("agent log", (*r.Log)[:min(len(*r.Log), maxLogLine)])
 		return nil
 	}
 	p.mu.Lock()
@@ -351,6 +366,30 @@ func (p *process) line(b []byte) error {
 	return nil
 }
 
+// say passes a line of the process on to the log. One that chatters must not fill the disk with it: what is too much is
+// left out, and counted.
+func (p *process) say(msg, text string) {
+	p.logMu.Lock()
+	defer p.logMu.Unlock()
+	if now := time.Now(); now.Sub(p.logSince) >= time.Second {
+		p.leftOut()
+		p.logSince, p.logLines = now, 0
+	}
+	if p.logLines++; p.logLines > maxLogRate {
+		p.logLeft++
+		return
+	}
+	p.log.Info(msg, "text", text)
+}
+
+// leftOut tells what say kept from the log; logMu is held.
+func (p *process) leftOut() {
+	if p.logLeft > 0 {
+		p.log.Warn("agent wrote too many log lines; some are left out", "lines", p.logLeft)
+		p.logLeft = 0
+	}
+}
+
 // report ends the call in hand. A fault without one is kept, and costs no step an attempt.
 func (p *process) report(a answer) {
 	p.mu.Lock()
@@ -374,7 +413,7 @@ func (p *process) readStderr() {
 		}
 		if text != "" {
 			p.lastStderr = text
-			p.log.Info("agent stderr", "text", text)
+			p.say("agent stderr", text)
 		}
 		if err != nil {
 			return

@@ -86,6 +86,7 @@ func ParseBroker(s string) (*url.URL, error) {
 	if i := strings.LastIndexByte(s, '@'); i >= 0 {
 		shown = "…" + s[i:]
 	}
+	shown, _, _ = strings.Cut(shown, "?") // a query may hold a token
 	bad := func(format string, args ...any) error {
 		return fmt.Errorf("broker address %q: %s", shown, fmt.Sprintf(format, args...))
 	}

@@ -17,8 +17,12 @@ import (
 // waits for another process's transaction.
 const stuckAfter = 10 * time.Second
 
-// Health fails when the file is gone, cannot be read, or its writer has been at one group for more than ten seconds (a
-// disk that hangs, say). ctx bounds the read.
+// failedFor is how long a commit that failed counts, if nobody has tried again since.
+const failedFor = time.Minute
+
+// Health fails when the file is gone or cannot be read, when its writer has been at one group for more than ten seconds (a
+// disk that hangs, say), or when the last commit failed (a full disk) and that was less than a minute ago. ctx bounds the
+// read.
 func (s *Store) Health(ctx context.Context) error {
 	if err := s.Check(); err != nil {
 		return err
@@ -30,12 +34,12 @@ func (s *Store) Health(ctx context.Context) error {
 	if s.writer == nil {
 		return nil
 	}
-	since := s.writer.since.Load()
-	if since == nil {
-		return nil
+	now := s.writer.o.now()
+	if since := s.writer.since.Load(); since != nil && now.Sub(*since) > stuckAfter {
+		return fmt.Errorf("a commit to %s has been under way for %s", filepath.Base(s.path), now.Sub(*since).Round(time.Second))
 	}
-	if took := s.writer.o.now().Sub(*since); took > stuckAfter {
-		return fmt.Errorf("a commit to %s has been under way for %s", filepath.Base(s.path), took.Round(time.Second))
+	if f := s.writer.broken.Load(); f != nil && now.Sub(f.at) < failedFor {
+		return fmt.Errorf("the last commit to %s failed: %w", filepath.Base(s.path), f.err)
 	}
 	return nil
 }

@@ -79,3 +79,44 @@ func TestHealthOfAReaderIsThatItReads(t *testing.T) {
 		t.Error("a read that could not be made")
 	}
 }
+
+// A full disk is the store's fault and lasts until something is committed again; what a unit does wrong is its own.
+func TestHealthNoticesThatNothingCanBeCommitted(t *testing.T) {
+	var ahead atomic.Int64
+	s := open(t, newPath(t), Options{Create: true, now: func() time.Time { return time.Now().Add(time.Duration(ahead.Load())) }})
+	if err := s.Write(t.Context(), func(context.Context, *Tx) error { return errOwn }); !errors.Is(err, errOwn) {
+		t.Fatal(err)
+	}
+	if err := s.Health(t.Context()); err != nil {
+		t.Errorf("a unit that refused: %v", err)
+	}
+	limit(t, s, 0)
+	full := func() { // fails whatever room the pages have left
+		t.Helper()
+		if err := s.Write(t.Context(), blob(1, 100_000)); !isFull(err) {
+			t.Fatal(err)
+		}
+	}
+	full()
+	if err := s.Health(t.Context()); !isFull(err) || !strings.HasPrefix(err.Error(), "the last commit to test.db failed: ") {
+		t.Errorf("a full disk: %v", err)
+	}
+	ahead.Add(int64(failedFor))
+	if err := s.Health(t.Context()); err != nil {
+		t.Errorf("nobody has tried for a minute: %v", err)
+	}
+	full()
+	errs := group(t, s, blob(2, 100_000), blob(3, 100_000))
+	if !isFull(errs[0]) || !isFull(errs[1]) {
+		t.Fatal(errs)
+	}
+	if err := s.Health(t.Context()); !isFull(err) {
+		t.Errorf("a group on a full disk: %v", err)
+	}
+	if err := s.Write(t.Context(), insert(4)); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Health(t.Context()); err != nil {
+		t.Errorf("room again: %v", err)
+	}
+}

@@ -33,6 +33,9 @@ var (
 	ErrNotFound = errors.New("no such database")
 	// ErrForeign: the file is not a database of the wanted kind, or damaged, or not to be written.
 	ErrForeign = errors.New("cannot use this database")
+	// ErrAccess: this process may not do with the file, or with those that SQLite keeps beside it, what it has to; also an
+	// ErrForeign. Reading too needs -shm to be written.
+	ErrAccess = fmt.Errorf("%w: no access", ErrForeign)
 	// ErrNewer: the file was written by a later version.
 	ErrNewer = errors.New("database of a newer version")
 	// ErrBusy: another process held the write lock for too long. Nothing was changed.
@@ -165,7 +168,7 @@ func Open(ctx context.Context, path string, schema Schema, o Options) (*Store, e
 	}
 	go s.writer.loop()
 	if err := s.Write(ctx, s.writer.first); err != nil {
-		return nil, errors.Join(fmt.Errorf("open %s: %w", path, err), s.Close())
+		return nil, errors.Join(unusable(path, err), s.Close())
 	}
 	return s, nil
 }
@@ -295,7 +298,9 @@ func refuse(path string, schema Schema, id int32, version, tables int, err error
 // unusable tells a file that SQLite cannot work with (permissions, damage) from other failures to open it.
 func unusable(path string, err error) error {
 	switch code(err) & 0xff {
-	case lib.SQLITE_READONLY, lib.SQLITE_CANTOPEN, lib.SQLITE_CORRUPT, lib.SQLITE_PERM, lib.SQLITE_AUTH:
+	case lib.SQLITE_READONLY, lib.SQLITE_CANTOPEN, lib.SQLITE_PERM, lib.SQLITE_AUTH:
+		return fmt.Errorf("%w: %s: %w", ErrAccess, path, err)
+	case lib.SQLITE_CORRUPT:
 		return fmt.Errorf("%w: %s: %w", ErrForeign, path, err)
 	}
 	return fmt.Errorf("open %s: %w", path, err)

@@ -187,12 +187,21 @@ type writer struct {
 	trimAt   time.Time     // not before
 	trimWait time.Duration // after the next failure
 
-	since atomic.Pointer[time.Time] // when the group in hand was taken; nil: none is
+	since  atomic.Pointer[time.Time] // when the group in hand was taken; nil: none is
+	broken atomic.Pointer[failure]   // that the store, and no unit, is to blame for; nil: the last commit succeeded
 
 	duration   prometheus.Histogram
 	units      prometheus.Histogram
 	registered []prometheus.Collector
 }
+
+// failure is why nothing could be committed.
+type failure struct {
+	err error
+	at  time.Time
+}
+
+func (w *writer) fail(err error) { w.broken.Store(&failure{err, w.o.now()}) }
 
 // link is one connection. It is pinned and lives until replaced; its own BEGIN and COMMIT are prepared like the rest.
 type link struct {
@@ -431,6 +440,7 @@ func (w *writer) commit(group []*request, savepoints bool) {
 	start := time.Now()
 	seq, err := w.begin()
 	if err != nil {
+		w.fail(err)
 		answer(group, err)
 		return
 	}
@@ -446,6 +456,9 @@ func (w *writer) commit(group []*request, savepoints bool) {
 			w.commit(group, true)
 			return
 		case errors.As(err, &gone):
+			if w.tx.gone != nil {
+				w.fail(gone.err)
+			}
 			w.abort()
 			w.alone(group, gone.err)
 			return
@@ -457,6 +470,7 @@ func (w *writer) commit(group []*request, savepoints bool) {
 		w.abort()
 	} else if err := w.finish(); err != nil {
 		err = fmt.Errorf("commit: %w", err)
+		w.fail(err)
 		if known(err) {
 			w.abort()
 			w.alone(group, err)
@@ -471,6 +485,9 @@ func (w *writer) commit(group []*request, savepoints bool) {
 			answer(group, err)
 			return
 		}
+	}
+	if len(refused) < len(group) {
+		w.broken.Store(nil)
 	}
 	w.duration.Observe(time.Since(start).Seconds())
 	w.units.Observe(float64(len(group)))
