@@ -258,13 +258,19 @@ func (p process) serve(ctx context.Context, n cli.Node) (err error) {
 		g.Add(func() error { return errors.Join(e.Run(ctx), agents.close()) }, func(error) { cancel() })
 	}
 	if sub != nil {
-		web.check("fold", func(context.Context) (string, error) { return sub.Health() })
+		web.check("fold", func(ctx context.Context) (string, error) {
+			if err := events.Health(ctx); err != nil {
+				return "", err
+			}
+			return sub.Health()
+		})
+		g.Add(guard(ctx, events.Check))
 		// The relay is told to end, the fold follows: the broker forgets what the fold has not taken in by its own end.
 		ctx, cancel := context.WithCancel(context.WithoutCancel(ctx))
 		context.AfterFunc(shipping, func() { time.AfterFunc(lastCall, cancel) })
 		g.Add(func() error { return sub.Run(ctx) }, func(error) {})
 	}
-	g.Add(node.guard(ctx))
+	g.Add(guard(ctx, node.store.Check))
 	web.actor(&g)
 	log.Info("node runs", "node", node.id.Name, "db", n.DB, "agents", strings.Join(slices.Sorted(maps.Keys(agents)), ","), "http", web.addr())
 	if events != nil {
@@ -297,7 +303,7 @@ func (p process) relay(ctx context.Context, o cli.Relay) (err error) {
 	defer func() { err = errors.Join(err, node.close()) }()
 	p.app.Log.Info("relay runs", "node", id.Name, "db", o.DB, "broker", shown(o.Broker), "http", web.addr())
 	var g run.Group
-	g.Add(node.guard(ctx))
+	g.Add(guard(ctx, store.Check))
 	r := node.relay(o.Broker, o.Topics, p.app.Log, web.metrics)
 	web.metrics.MustRegister(outbox.New(store, id.Name))
 	web.check("store", func(ctx context.Context) (string, error) { return "", store.Health(ctx) })
@@ -331,6 +337,7 @@ func (p process) fold(ctx context.Context, o cli.Fold) (err error) {
 	}
 	p.app.Log.Info("fold runs", "fold", f.Name(), "db", o.DB, "broker", shown(o.Broker), "http", web.addr())
 	var g run.Group
+	g.Add(guard(ctx, f.Check))
 	web.check("store", func(ctx context.Context) (string, error) { return "", f.Health(ctx) })
 	web.check("fold", func(context.Context) (string, error) { return sub.Health() })
 	web.actor(&g)
@@ -445,8 +452,9 @@ func openStore(ctx context.Context, db, newName string, log *slog.Logger, metric
 	return store, id, nil
 }
 
-// guard is an actor that ends the process when its database is removed or replaced: all it did would go nowhere.
-func (n *node) guard(ctx context.Context) (execute func() error, interrupt func(error)) {
+// guard is an actor that ends the process when its database is removed or replaced, as check says: all it did would go
+// nowhere, and a fold would acknowledge what it has not.
+func guard(ctx context.Context, check func() error) (execute func() error, interrupt func(error)) {
 	ctx, cancel := context.WithCancel(ctx)
 	return func() error {
 		tick := time.NewTicker(2 * time.Second)
@@ -457,7 +465,7 @@ func (n *node) guard(ctx context.Context) (execute func() error, interrupt func(
 				return nil
 			case <-tick.C:
 			}
-			if err := n.store.Check(); err != nil {
+			if err := check(); err != nil {
 				return err
 			}
 		}

@@ -69,5 +69,8 @@ func (s *Subscriber) Health() (trouble string, err error) {
 	return fmt.Sprintf("not subscribed since %s: %s; next try %s", s.c.since.UTC().Format(time.RFC3339), why, s.c.next.UTC().Format(time.RFC3339)), nil
 }
 
+// Check fails when the path no longer leads to the database that was opened: what is written goes nowhere then.
+func (f *Fold) Check() error { return f.store.Check() }
+
 // Health fails when the database cannot be read or its writer hangs.
 func (f *Fold) Health(ctx context.Context) error { return f.store.Health(ctx) }

@@ -9,12 +9,31 @@ import (
 	"time"
 )
 
-// stuckAfter is how long Run may go without a turn: it pauses for half a minute at most, and a session turns all the time.
+// stuckAfter is how long Run, a session's settler or its publisher may go without a turn: Run pauses for half a minute at
+// most, and the other two turn all the time.
 const stuckAfter = time.Minute
+
+// stamp is when something turned last, without the cost of an allocation: it is set for every record.
+type stamp struct{ since atomic.Int64 } // nanoseconds after began; 0: never
+
+var began = time.Now()
+
+func (s *stamp) set() { s.since.Store(int64(time.Since(began))) }
+
+// age is negative if it was never set.
+func (s *stamp) age() time.Duration {
+	at := s.since.Load()
+	if at == 0 {
+		return -1
+	}
+	return time.Since(began) - time.Duration(at)
+}
 
 // condition is how Run is doing, for Health.
 type condition struct {
-	turned atomic.Pointer[time.Time] // nil: Run was not called
+	turned    stamp       // Run, or its session's settler
+	published stamp       // the session's publisher
+	waits     atomic.Bool // for room in the window, which is the settler's business
 
 	mu      sync.Mutex
 	session *session // nil: none is connected
@@ -24,14 +43,11 @@ type condition struct {
 	next    time.Time // when the next one begins
 }
 
-func (c *condition) turn() {
-	now := time.Now()
-	c.turned.Store(&now)
-}
-
 // connected notes that a session began; ended that it is over, and why. Progress forgets the failures before, and so does a
 // session that had nothing to ship.
 func (c *condition) connected(s *session) {
+	c.published.set()
+	c.waits.Store(false)
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.session = s
@@ -52,16 +68,19 @@ func (c *condition) ended(end ended, own bool, pause time.Duration) {
 // broker that is away is trouble and no failure. It counts what sessions achieve: a connection on which no PUBACK
 // comes for what is in flight does not end the trouble that was before it.
 func (r *Relay) Health() (trouble string, err error) {
-	at := r.c.turned.Load()
-	if at == nil {
-		return "", errors.New("the relay did not start yet")
-	}
-	if ago := time.Since(*at); ago > stuckAfter {
-		return "", fmt.Errorf("the relay did nothing for %s", ago.Round(time.Second))
-	}
 	r.c.mu.Lock()
 	defer r.c.mu.Unlock()
 	s, failed := r.c.session, r.c.failed
+	still := r.c.turned.age()
+	if still < 0 {
+		return "", errors.New("the relay did not start yet")
+	}
+	if s != nil && !r.c.waits.Load() {
+		still = max(still, r.c.published.age())
+	}
+	if still > stuckAfter {
+		return "", fmt.Errorf("the relay did nothing for %s", still.Round(time.Second))
+	}
 	if s != nil && (failed == nil || s.acked.Load() || s.bytes.Load() == 0) {
 		return "", nil
 	}

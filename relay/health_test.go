@@ -30,7 +30,7 @@ func TestHealthFollowsWhatSessionsAchieve(t *testing.T) {
 		}
 		flying := []int64{1}
 		stuck("before Run", "the relay did not start yet")
-		r.c.turn()
+		r.c.turned.set()
 		says("the first session begins", "not connected yet")
 		s := &session{}
 		r.c.connected(s)
@@ -70,7 +70,7 @@ func TestHealthFollowsWhatSessionsAchieve(t *testing.T) {
 		says("at the limit", "nothing is shipped")
 		<-time.After(time.Second) // of the bubble
 		stuck("no turn for too long", "the relay did nothing for 1m1s")
-		r.c.turn()
+		r.c.turned.set()
 		says("it turns again", "nothing is shipped")
 	})
 }

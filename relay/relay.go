@@ -110,7 +110,7 @@ func (r *Relay) Run(ctx context.Context) error {
 	}()
 	said := saidOnce{}
 	for failures := 0; ctx.Err() == nil; failures++ {
-		r.c.turn()
+		r.c.turned.set()
 		var end ended
 		if release == nil {
 			release, end.err = r.box.Exclude(holder())

@@ -458,21 +458,53 @@ func TestHealthOfASilentBroker(t *testing.T) {
 	}
 }
 
-// A session that has nothing to do, and one that waits long for a PUBACK, are no standstill.
-func TestQuietSessionIsHealthy(t *testing.T) {
-	for name, answer := range map[string]func(int, string, []byte) error{"idle": ack, "waiting": withhold} {
+// A session that has nothing to do, and one that waits long for a PUBACK, are no standstill; a publisher that hangs is one.
+func TestHealthOfAQuietSession(t *testing.T) {
+	for name, c := range map[string]struct {
+		answer  func(int, string, []byte) error
+		window  int
+		hangs   bool // in Publish
+		healthy bool
+	}{
+		"idle":                          {ack, 0, false, true},
+		"waits for a PUBACK":            {withhold, 0, false, true},
+		"waits for a place in a window": {withhold, 2, false, true},
+		"hangs in Publish":              {ack, 0, true, false},
+	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				n := filled(t)
-				r := lonely(n, always(newFakeConn(answer)), relay.Options{AckTimeout: time.Hour, Grace: time.Millisecond})
-				n.start(r.Run)
+				conn := hanging{newFakeConn(c.answer), make(chan struct{})}
+				if !c.hangs {
+					close(conn.until)
+				}
+				r := lonely(n, always(conn), relay.Options{Window: c.window, AckTimeout: time.Hour, Grace: time.Millisecond})
+				stop := n.start(r.Run)
 				<-time.After(3 * time.Minute) // of the bubble
-				if trouble, err := r.Health(); trouble != "" || err != nil {
+				trouble, err := r.Health()
+				if c.healthy && (trouble != "" || err != nil) {
 					t.Errorf("%q, %v", trouble, err)
 				}
+				if !c.healthy && (err == nil || !strings.HasPrefix(err.Error(), "the relay did nothing for ")) {
+					t.Errorf("%q, %v", trouble, err)
+				}
+				if c.hangs {
+					close(conn.until)
+				}
+				stop()
 			})
 		})
 	}
+}
+
+type hanging struct {
+	*fakeConn
+	until chan struct{}
+}
+
+func (h hanging) Publish(topic string, retain bool, payload []byte) mqtt.Delivery {
+	<-h.until
+	return h.fakeConn.Publish(topic, retain, payload)
 }
 
 // A broker that says nothing more is given up, and the grace period bounds the end.

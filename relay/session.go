@@ -223,6 +223,7 @@ func (s *session) publish(ctx context.Context) error {
 	defer gather.Stop()
 	fetch()
 	for {
+		s.r.c.published.set()
 		batch := wait()
 		if batch.err != nil {
 			return batch.err
@@ -290,17 +291,9 @@ func (s *session) send(ctx context.Context, batch drained) (sent int, err error)
 	for i := range batch.items {
 		it, topic, payload := &batch.items[i], batch.wire[i].topic, batch.wire[i].payload
 		size := int64(len(payload) + len(topic))
-		select {
-		case s.slots <- struct{}{}:
-		case <-ctx.Done():
+		s.r.c.published.set()
+		if !s.waitForRoom(ctx, size) {
 			return i, nil
-		}
-		for s.bytes.Load() > 0 && s.bytes.Load()+size > s.window.Load() {
-			select {
-			case <-s.room:
-			case <-ctx.Done():
-				return i, nil
-			}
 		}
 		// Acknowledging moves a mark over everything below it, so nothing may ever be left out.
 		if last, ok := s.handed[it.Branch]; ok && it.LSN != last+1 {
@@ -335,6 +328,37 @@ func (s *session) send(ctx context.Context, batch drained) (sent int, err error)
 		s.flights <- f // has as many places as there are slots
 	}
 	return len(batch.items), nil
+}
+
+// waitForRoom takes a place in the window, and waits until size bytes more fit into it. It is false at the end of ctx.
+func (s *session) waitForRoom(ctx context.Context, size int64) bool {
+	full := func() bool { n := s.bytes.Load(); return n > 0 && n+size > s.window.Load() }
+	taken := false
+	select {
+	case s.slots <- struct{}{}:
+		taken = true
+	default:
+	}
+	if taken && !full() {
+		return true
+	}
+	s.r.c.waits.Store(true)
+	defer func() { s.r.c.published.set(); s.r.c.waits.Store(false) }()
+	if !taken {
+		select {
+		case s.slots <- struct{}{}:
+		case <-ctx.Done():
+			return false
+		}
+	}
+	for full() {
+		select {
+		case <-s.room:
+		case <-ctx.Done():
+			return false
+		}
+	}
+	return true
 }
 
 // forget drops the cursor's positions that the shipped marks have reached.
@@ -374,7 +398,7 @@ func (s *session) settle(ctx context.Context, stop <-chan struct{}) (err error) 
 					return nil
 				}
 			case <-flush.C:
-				s.r.c.turn()
+				s.r.c.turned.set()
 				if err := b.flush(ctx); err != nil {
 					return err
 				}
@@ -395,7 +419,7 @@ func (s *session) settle(ctx context.Context, stop <-chan struct{}) (err error) 
 			case <-f.delivery.Done():
 				done = true
 			case <-flush.C:
-				s.r.c.turn()
+				s.r.c.turned.set()
 				if err := b.flush(ctx); err != nil {
 					s.unsettled(f)
 					return err

@@ -11,8 +11,8 @@ import (
 // Check is one thing that a process is for.
 type Check struct {
 	Name string
-	// Ask says what is in the way of it, "" for nothing, and fails when it does not go on at all. It is asked from several
-	// goroutines, and must return soon after ctx ended.
+	// Ask says what is in the way of it, "" for nothing, and fails when it does not go on at all. One that does not return
+	// when ctx ended (a disk hangs) counts as failing, and is not asked again before it has.
 	Ask func(ctx context.Context) (trouble string, err error)
 }
 
@@ -37,16 +37,66 @@ type result struct {
 // askFor bounds a check: probes give up after a second or a few.
 const askFor = 2 * time.Second
 
-// ready answers 200 for ok and degraded, 503 for failing.
-func ready(w http.ResponseWriter, r *http.Request, checks []Check) {
-	ctx, cancel := context.WithTimeout(r.Context(), askFor)
-	defer cancel()
-	a := answer{Status: statusOK, Checks: make([]result, len(checks))}
-	var wg sync.WaitGroup
-	for i, c := range checks {
-		wg.Go(func() { a.Checks[i] = c.result(ctx) })
+// inquirer asks one check, once at a time for all who want to know.
+type inquirer struct {
+	Check
+	asking *sync.WaitGroup // for those that have not returned
+
+	mu  sync.Mutex
+	now *inquiry // nil: none is under way
+}
+
+type inquiry struct {
+	done   chan struct{}
+	result result // after done
+}
+
+// ask joins the inquiry under way, or begins one, which goes on when whoever asked is gone.
+func (q *inquirer) ask(ctx context.Context) *inquiry {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if q.now != nil {
+		return q.now
 	}
-	wg.Wait()
+	now := &inquiry{done: make(chan struct{})}
+	q.now = now
+	q.asking.Go(func() {
+		ctx, cancel := context.WithTimeout(ctx, askFor)
+		defer cancel()
+		now.result = q.result(ctx)
+		q.mu.Lock()
+		q.now = nil
+		q.mu.Unlock()
+		close(now.done)
+	})
+	return now
+}
+
+// ready answers 200 for ok and degraded, 503 for failing. ctx is the server's.
+func ready(ctx context.Context, w http.ResponseWriter, checks []*inquirer) {
+	limit := time.NewTimer(askFor + askFor/4) // for those that heed their context
+	defer limit.Stop()
+	a := answer{Status: statusOK, Checks: make([]result, len(checks))}
+	asked := make([]*inquiry, len(checks))
+	for i, q := range checks {
+		asked[i] = q.ask(ctx)
+	}
+	late := false
+	for i, q := range checks {
+		if !late {
+			select {
+			case <-asked[i].done:
+			case <-limit.C:
+				late = true
+			}
+		}
+		select {
+		case <-asked[i].done:
+			a.Checks[i] = asked[i].result
+		default:
+			a.Checks[i] = result{q.Name, statusFailing, "does not answer"}
+		}
+	}
 	code := http.StatusOK
 	for _, c := range a.Checks {
 		switch {

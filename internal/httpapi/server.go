@@ -12,6 +12,7 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
+	"sync"
 	"syscall"
 	"time"
 
@@ -68,7 +69,12 @@ func (s *Server) Run(ctx context.Context, metrics prometheus.Gatherer, checks ..
 		Timeout:             10 * time.Second,
 	}))
 	mux.HandleFunc("GET /livez", func(w http.ResponseWriter, _ *http.Request) { text(w, "ok\n") })
-	mux.HandleFunc("GET /readyz", func(w http.ResponseWriter, r *http.Request) { ready(w, r, checks) })
+	var asking sync.WaitGroup
+	inquirers := make([]*inquirer, len(checks))
+	for i, c := range checks {
+		inquirers[i] = &inquirer{Check: c, asking: &asking}
+	}
+	mux.HandleFunc("GET /readyz", func(w http.ResponseWriter, _ *http.Request) { ready(ctx, w, inquirers) })
 	mux.HandleFunc("GET /{$}", func(w http.ResponseWriter, _ *http.Request) { text(w, "/metrics\n/livez\n/readyz\n") })
 	server := &http.Server{
 		Handler:           mux,
@@ -91,6 +97,12 @@ func (s *Server) Run(ctx context.Context, metrics prometheus.Gatherer, checks ..
 	defer cancel()
 	if err := server.Shutdown(last); err != nil {
 		_ = server.Close() // cuts them; there is nobody to tell
+	}
+	asked := make(chan struct{})
+	go func() { asking.Wait(); close(asked) }()
+	select {
+	case <-asked:
+	case <-last.Done(): // a check that heeds nothing is left to itself; the process ends
 	}
 	if err := <-failed; !errors.Is(err, http.ErrServerClosed) {
 		return fmt.Errorf("serve HTTP on %s: %w", s.Addr(), err)

@@ -9,8 +9,10 @@ import (
 	"net"
 	"net/http"
 	"os"
+	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
@@ -106,6 +108,35 @@ func TestReadinessIsAskedEachTime(t *testing.T) {
 	}
 	if code, _, _ := get(t, "GET", url+"/livez"); code != 200 || asked != 3 {
 		t.Errorf("livez: %d after %d questions", code, asked)
+	}
+}
+
+// A check that heeds nothing counts as failing, is not asked again meanwhile, and holds up neither the others nor the end.
+func TestCheckThatHangsIsFailing(t *testing.T) {
+	release := make(chan struct{})
+	var asked atomic.Int64
+	url := start(t, prometheus.NewRegistry(), says("fine", "", nil), Check{"hangs", func(context.Context) (string, error) {
+		asked.Add(1)
+		<-release
+		return "", nil
+	}}, says("fine too", "", nil))
+	for range 2 {
+		code, body, _ := get(t, "GET", url+"/readyz")
+		var got answer
+		if err := json.Unmarshal([]byte(body), &got); err != nil {
+			t.Fatal(err)
+		}
+		want := []result{{"fine", "ok", ""}, {"hangs", "failing", "does not answer"}, {"fine too", "ok", ""}}
+		if code != 503 || !slices.Equal(got.Checks, want) {
+			t.Errorf("%d %s", code, body)
+		}
+	}
+	if n := asked.Load(); n != 1 {
+		t.Errorf("asked %d times", n)
+	}
+	close(release)
+	for code := 0; code != 200; { // as soon as the hanging one has returned
+		code, _, _ = get(t, "GET", url+"/readyz")
 	}
 }
 

@@ -422,9 +422,9 @@ func (w *writer) loop() {
 		now := w.o.now()
 		w.since.Store(&now)
 		w.commit(live, false)
-		w.since.Store(nil)
 		clear(group) // an answered unit's memory is its caller's
 		w.trim()
+		w.since.Store(nil)
 	}
 }
 
