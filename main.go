@@ -102,8 +102,10 @@ var endings = []struct {
 	{errOtherNode, exitConflict, "leave --node out, or choose another database with --db FILE"},
 	{executor.ErrConflict, exitConflict, ""},
 	{syscall.EADDRINUSE, exitConflict, "is another postrider dev running? --mqtt 127.0.0.1:0 takes a free port"},
+	{syscall.EADDRNOTAVAIL, exitUsage, "an address to listen on is one of this machine's, such as 127.0.0.1:0"},
 	{mqtt.ErrUnreachable, exitUnreachable, "does the broker run at this address?"},
 	{sqlite.ErrBusy, exitTryLater, "try again"},
+	{sqlite.ErrFull, exitTryLater, "make room, and try again"},
 	{context.DeadlineExceeded, exitTimeout, ""},
 }
 

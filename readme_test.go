@@ -46,7 +46,7 @@ func TestReadmeNamesWhatExists(t *testing.T) {
 	}
 
 	t.Run("tests", func(t *testing.T) {
-		real := map[string]bool{}
+		real, marked := map[string]bool{}, map[string]bool{} // marked: not for Go alone
 		err := filepath.WalkDir(".", func(file string, d fs.DirEntry, err error) error {
 			if err != nil || d.IsDir() || !strings.HasSuffix(file, "_test.go") {
 				return err
@@ -54,6 +54,7 @@ func TestReadmeNamesWhatExists(t *testing.T) {
 			source, err := os.ReadFile(file)
 			for _, m := range regexp.MustCompile(`(?m)^func (Test\w+)\(`).FindAllSubmatch(source, -1) {
 				real[string(m[1])] = true
+				marked[string(m[1])] = regexp.MustCompile(`(?m)^//go:build.*faults`).Match(source)
 			}
 			return err
 		})
@@ -71,6 +72,8 @@ func TestReadmeNamesWhatExists(t *testing.T) {
 				}
 			} else if !real[name] {
 				t.Errorf("there is no %s", name)
+			} else if strings.Contains(page, "`"+name+"`*") != marked[name] {
+				t.Errorf("%s: the mark is wrong", name)
 			}
 		}
 	})

@@ -17,7 +17,7 @@ import (
 
 var (
 	// ErrNotFound: nothing of the run has arrived.
-	ErrNotFound = errors.New("no such run")
+	ErrNotFound = errors.New("not found: nothing of this run has arrived")
 	// ErrOtherName: the database belongs to a fold of another name.
 	ErrOtherName = errors.New("this fold's name is")
 )

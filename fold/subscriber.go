@@ -114,7 +114,7 @@ func (s *Subscriber) Run(ctx context.Context) error {
 			level = slog.LevelError
 		}
 		if quiet.allow(time.Now()) {
-			s.log.Log(ctx, level, "session ended; a new one follows", "err", err, "pause", pause)
+			s.log.Log(ctx, level, "session ended; a new one follows", "err", err, "next_in", pause.Round(time.Millisecond))
 		}
 		wait := time.NewTimer(pause)
 		select {

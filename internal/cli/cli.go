@@ -121,6 +121,9 @@ Exit codes: 0 done, or stopped by a signal · 1 failure · 2 wrong usage · 3 no
 	root.SetOut(&a.help)
 	root.SetErr(a.Stderr)
 	root.SetFlagErrorFunc(func(c *cobra.Command, err error) error {
+		if bad, ok := errors.AsType[*pflag.InvalidValueError](err); ok {
+			err = fmt.Errorf("--%s: %q is not %s", bad.GetFlag().Name, bad.GetValue(), wanted(bad.GetFlag()))
+		}
 		return WithHint(&UsageError{err}, "%s --help lists the flags", c.CommandPath())
 	})
 	f := root.PersistentFlags()
@@ -157,6 +160,17 @@ func (a *App) helpCommand(root *cobra.Command) *cobra.Command {
 	}
 }
 
+// wanted says what the value of a flag has to be.
+func wanted(f *pflag.Flag) string {
+	switch f.Value.Type() {
+	case "bool":
+		return "true or false"
+	case "duration":
+		return "a duration such as 5m"
+	}
+	return "a number that fits" // there are no others that refuse text
+}
+
 // environment takes flags that were not given from the environment.
 func (a *App) environment(c *cobra.Command) (err error) {
 	c.Flags().VisitAll(func(f *pflag.Flag) {
@@ -170,8 +184,8 @@ func (a *App) environment(c *cobra.Command) (err error) {
 			values = strings.FieldsFunc(value, func(r rune) bool { return r == '\n' })
 		}
 		for _, v := range values {
-			if serr := c.Flags().Set(f.Name, v); serr != nil {
-				err = Usagef("environment variable %s: %w", name, serr)
+			if c.Flags().Set(f.Name, v) != nil {
+				err = Usagef("environment variable %s: %q is not %s", name, v, wanted(f))
 				return
 			}
 		}
@@ -228,10 +242,23 @@ func (a *App) noArgs(c *cobra.Command, args []string) error {
 	}
 	err := Usagef("%s has no command %q", c.CommandPath(), args[0])
 	c.SuggestionsMinimumDistance = 2
-	if near := c.SuggestionsFor(args[0]); len(near) > 0 {
+	if near := c.SuggestionsFor(args[0]); len(near) > 0 && near[0] != args[0] { // behind -- nothing is a command
 		return WithHint(err, "did you mean %s?", strings.Join(near, " or "))
 	}
 	return WithHint(err, "%s --help lists the commands", c.CommandPath())
+}
+
+// without refuses flags that all commands have and that mean nothing to this one. It comes before the environment is looked
+// at, which speaks to other commands.
+func (a *App) without(next cobra.PositionalArgs, flags ...string) cobra.PositionalArgs {
+	return func(c *cobra.Command, given []string) error {
+		for _, name := range flags {
+			if c.Flags().Changed(name) {
+				return Usagef("%s takes no --%s", c.CommandPath(), name)
+			}
+		}
+		return next(c, given)
+	}
 }
 
 // args wants least to most arguments, which names are for the message.

@@ -33,10 +33,11 @@ var choices = map[string][]string{
 
 // completion is `completion`.
 func (a *App) completion(root *cobra.Command) *cobra.Command {
-	shell := func(name, install string, write func(io.Writer) error) *cobra.Command {
+	shell := func(name, needs, install string, write func(io.Writer) error) *cobra.Command {
 		return &cobra.Command{
 			Use:     name,
 			Short:   "Print the completion script for " + name,
+			Long:    "Print the script that has " + name + " complete commands, flags, agents and runs." + needs,
 			Example: install,
 			Args:    a.noArgs,
 			RunE:    func(*cobra.Command, []string) error { return write(a.Stdout) },
@@ -49,10 +50,10 @@ func (a *App) completion(root *cobra.Command) *cobra.Command {
 			"  postrider completion zsh > \"${fpath[1]}/_postrider\"\n" +
 			"  postrider completion fish > ~/.config/fish/completions/postrider.fish",
 	},
-		shell("bash", "  source <(postrider completion bash)\n  postrider completion bash > ~/.local/share/bash-completion/completions/postrider",
+		shell("bash", " It builds on the package bash-completion.", "  source <(postrider completion bash)\n  postrider completion bash > ~/.local/share/bash-completion/completions/postrider",
 			func(w io.Writer) error { return root.GenBashCompletionV2(w, true) }),
-		shell("zsh", "  source <(postrider completion zsh)\n  postrider completion zsh > \"${fpath[1]}/_postrider\"", root.GenZshCompletion),
-		shell("fish", "  postrider completion fish | source\n  postrider completion fish > ~/.config/fish/completions/postrider.fish",
+		shell("zsh", "", "  source <(postrider completion zsh)\n  postrider completion zsh > \"${fpath[1]}/_postrider\"", root.GenZshCompletion),
+		shell("fish", "", "  postrider completion fish | source\n  postrider completion fish > ~/.config/fish/completions/postrider.fish",
 			func(w io.Writer) error { return root.GenFishCompletion(w, true) }),
 	)
 }

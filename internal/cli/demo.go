@@ -32,15 +32,7 @@ of order.
 Nothing outside that folder is read or written, so --db and --tenant are refused. With -o json only the figures are
 printed. The parts log nothing unless --log-level is given, or something fails.`,
 		Example: "  postrider demo\n  postrider demo --keep\n  postrider demo -o json",
-		// Here and not in RunE: what the environment says of other commands' databases comes in between.
-		Args: func(c *cobra.Command, given []string) error {
-			for _, name := range []string{"db", "tenant"} {
-				if c.Flags().Changed(name) {
-					return WithHint(Usagef("%s makes its own databases and takes no --%s", c.CommandPath(), name), "--keep leaves them to look into")
-				}
-			}
-			return a.noArgs(c, given)
-		},
+		Args:    a.without(a.noArgs, "db", "tenant"),
 	}
 	c.Flags().BoolVar(&d.Keep, "keep", false, "leave the folder with both databases, and say how to look into them")
 	c.RunE = func(c *cobra.Command, _ []string) error {

@@ -45,6 +45,7 @@ folds share the work by partition. --tenant limits a fold to one tenant.`,
 	c.Flags().StringVar(&o.Broker, "broker", "", "`URL` of the broker: tcp://, mqtt://, tls://, ws://, wss:// or host:port (required)")
 	c.Flags().StringVar(&o.Name, "name", "", "`NAME` of the fold (default the host's name and a random suffix, kept in the database)")
 	c.Flags().StringVar(&partitions, "partitions", "0-15", "`LIST` of the partitions to take, such as 0-3,7")
+	c.Flags().StringVar(&o.Tenant, "tenant", "", "`NAME` of the only tenant to take (default all)")
 	topicRoot(c.Flags(), &o.Topics)
 	listen(c.Flags(), &o.Listen, "127.0.0.1:8422")
 	c.RunE = func(c *cobra.Command, _ []string) (err error) {
@@ -65,8 +66,10 @@ folds share the work by partition. --tenant limits a fold to one tenant.`,
 		if o.Broker == "" {
 			return Usagef("--broker URL is missing")
 		}
-		if a.tenantGiven(c) {
-			o.Tenant = a.tenant
+		if o.Tenant != "" {
+			if err := record.CheckName(o.Tenant); err != nil {
+				return Usagef("--tenant: %w", err)
+			}
 		}
 		o.DB = a.foldDB
 		return run(c.Context(), o)
@@ -74,9 +77,6 @@ folds share the work by partition. --tenant limits a fold to one tenant.`,
 	c.AddCommand(a.foldShow(), a.foldVerify())
 	return c
 }
-
-// tenantGiven is for commands whose default is all tenants.
-func (a *App) tenantGiven(c *cobra.Command) bool { return c.Flags().Changed("tenant") }
 
 func (a *App) withFold(c *cobra.Command, use func(ctx context.Context, f *fold.Fold) error) error {
 	ctx, cancel := context.WithTimeout(c.Context(), patience)
@@ -168,7 +168,7 @@ func (a *App) foldVerify() *cobra.Command {
 		Long: `Go through all that a fold holds. Exit code 1 when there are gaps, events parked behind a gap, or records that came with
 two contents.`,
 		Example: "  postrider fold verify -o json",
-		Args:    a.noArgs,
+		Args:    a.without(a.noArgs, "tenant"),
 		RunE: func(c *cobra.Command, _ []string) error {
 			return a.withFold(c, func(ctx context.Context, f *fold.Fold) error {
 				v, err := f.Verify(ctx)

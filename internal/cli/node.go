@@ -48,7 +48,7 @@ The node's name is fixed with its first start; later it may be left out. One pro
   --agent counter=go:counter                  compiled in`,
 		Example: "  postrider serve --broker tcp://broker:1883 --node line-1 --agent counter=exec:'python3 counter.py'\n" +
 			"  postrider serve --no-relay --node line-1 --agent counter=go:counter",
-		Args: a.noArgs,
+		Args: a.without(a.noArgs, "tenant"),
 	}
 	c.Flags().StringVar(&n.Broker, "broker", "", "`URL` of the broker: tcp://, mqtt://, tls://, ws://, wss:// or host:port")
 	c.Flags().BoolVar(&n.NoRelay, "no-relay", false, "ship nothing; a relay of its own does")
@@ -81,7 +81,7 @@ func (a *App) Dev(run func(ctx context.Context, n Node) error) *cobra.Command {
 are made when they are missing: --db, and beside it one of the same name with .fold.db for the fold. The broker is open to
 everybody who reaches its address, and forgets everything when it ends.`,
 		Example: "  postrider dev --agent counter=exec:'python3 counter.py'\n  postrider dev --agent counter=go:counter --mqtt 127.0.0.1:0 --db /tmp/try.db",
-		Args:    a.noArgs,
+		Args:    a.without(a.noArgs, "tenant"),
 	}
 	c.Flags().StringVar(&n.Embedded, "mqtt", "127.0.0.1:1883", "`ADDR` the broker listens on; port 0 takes a free one")
 	n.flags(c.Flags(), "`NAME` of the node (default the host's name)")
@@ -91,6 +91,9 @@ everybody who reaches its address, and forgets everything when it ends.`,
 		}
 		if err := checkAddr("mqtt", n.Embedded); err != nil {
 			return err
+		}
+		if _, port, _ := net.SplitHostPort(n.Listen); n.Listen == n.Embedded && port != "0" {
+			return Usagef("--mqtt and --listen are one address: %s", n.Listen)
 		}
 		if len(n.Agents) == 0 {
 			n.Agents = []string{"counter=go:counter"}

@@ -99,14 +99,14 @@ func (a *App) listRecords(ctx context.Context, store *sqlite.Store, f outbox.Fil
 			continue
 		}
 		err := out.add(object("id", r.ID, "tenant", r.Tenant, "run", r.Run, "branch", r.Branch, "gen", r.Gen, "lsn", r.LSN, "step", r.Step, "kind", r.Kind,
-			"type", r.Type, "destination", r.Destination, "state", r.State, "recorded_at", stampOrNull(r.RecordedUS), "bytes", r.Bytes,
+			"type", r.Type, "destination", r.Destination, "state", r.State, "recorded_at", stampOrNull(r.RecordedUS), "data_bytes", r.Bytes,
 			"deliveries", r.Deliveries, "last_error", r.LastError, "next_try_at", stampOrNull(r.NextUS)))
 		if err != nil {
 			return err
 		}
 	}
 	if a.output == "table" {
-		head := []string{"ID", "TENANT", "RUN", "BRANCH", "LSN", "KIND", "TYPE", "DESTINATION", "STATE", "RECORDED", "BYTES"}
+		head := []string{"ID", "TENANT", "RUN", "BRANCH", "LSN", "KIND", "TYPE", "DESTINATION", "STATE", "RECORDED", "DATA BYTES"}
 		if why {
 			head = append(head, "DELIVERIES", "NEXT TRY", "LAST ERROR")
 		}

@@ -25,7 +25,7 @@ func (a *App) Relay(run func(ctx context.Context, r Relay) error) *cobra.Command
 		Long: `Ship the records of a node to a broker, beside serve --no-relay or while the node is stopped. Of several relays of one
 database, one ships and the others wait until it ends.`,
 		Example: "  postrider relay --broker tcp://broker:1883 --db /var/lib/postrider/line-1.db",
-		Args:    a.noArgs,
+		Args:    a.without(a.noArgs, "tenant"),
 	}
 	c.Flags().StringVar(&r.Broker, "broker", "", "`URL` of the broker: tcp://, mqtt://, tls://, ws://, wss:// or host:port (required)")
 	topicRoot(c.Flags(), &r.Topics)

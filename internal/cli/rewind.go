@@ -2,6 +2,7 @@ package cli
 
 import (
 	"context"
+	"errors"
 
 	"github.com/spf13/cobra"
 
@@ -25,19 +26,28 @@ last step sets a paused run going again.`,
 		ValidArgsFunction: a.completeRun(0),
 	}
 	c.Flags().Int64Var(&to, "to", -1, "`STEP` to go back to (required)")
-	c.Flags().Lookup("to").DefValue = "" // none: it must be given
+	c.Flags().Lookup("to").DefValue = "0" // so that none is shown: it must be given
 	c.Flags().StringVar(&reason, "reason", "", "`TEXT` that is exported with the new branch")
 	c.RunE = func(c *cobra.Command, given []string) error {
 		if err := a.oneTenant(); err != nil {
 			return err
 		}
-		if to < 0 {
-			return WithHint(Usagef("--to STEP is missing"), "postrider runs steps %s lists the steps", given[0])
+		hint := func(err error) error {
+			return WithHint(err, "postrider runs steps %s lists its steps, postrider runs ls --tenant '' all runs", given[0])
+		}
+		switch {
+		case !c.Flags().Changed("to"):
+			return hint(Usagef("--to STEP is missing"))
+		case to < 0:
+			return hint(Usagef("--to: %d is negative", to))
 		}
 		return a.withNode(c, false, func(ctx context.Context, store *sqlite.Store) error {
 			out, err := executor.Rewind(ctx, store, a.tenant, given[0], to, reason)
+			if errors.Is(err, executor.ErrNotFound) {
+				return hint(err)
+			}
 			if err != nil {
-				return noRun(err)
+				return err
 			}
 			if a.output != "table" {
 				return a.printJSON(appendJSON(nil, out))

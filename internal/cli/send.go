@@ -51,6 +51,9 @@ An input with an --id counts once in its run, however often it is sent; the same
 		if len(given) > 1 {
 			in.Run = given[1]
 		}
+		if len(given) > 1 && given[1] == "" || c.Flags().Changed("id") && in.ID == "" { // an unset variable of a script
+			return WithHint(Usagef("RUN and --id must not be empty"), "left out, they stand for a new run and a new id")
+		}
 		if in.DueUS, err = due(wait, at); err != nil {
 			return err
 		}
@@ -103,6 +106,8 @@ func (a *App) data(arg string) (b []byte, err error) {
 	switch {
 	case arg == "-":
 		from, name = a.Stdin, "stdin"
+	case arg == "@":
+		return nil, Usagef("--data: the name of a file is missing behind @")
 	case strings.HasPrefix(arg, "@"):
 		name = arg[1:]
 		f, err := os.Open(name)

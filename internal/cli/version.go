@@ -15,7 +15,7 @@ func (a *App) Version() *cobra.Command {
 		Use:     "version",
 		Short:   "Print the versions of Postrider, Go and SQLite",
 		Example: "  postrider version -o json",
-		Args:    a.noArgs,
+		Args:    a.without(a.noArgs, "db", "tenant"),
 		RunE: func(c *cobra.Command, _ []string) error {
 			own := "unknown"
 			if info, ok := debug.ReadBuildInfo(); ok && info.Main.Version != "" {

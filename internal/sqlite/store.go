@@ -36,6 +36,8 @@ var (
 	// ErrAccess: this process may not do with the file, or with those that SQLite keeps beside it, what it has to; also an
 	// ErrForeign. Reading too needs -shm to be written.
 	ErrAccess = fmt.Errorf("%w: no access", ErrForeign)
+	// ErrFull: the disk has no room for what was to be written. Nothing was changed.
+	ErrFull = errors.New("the disk is full")
 	// ErrNewer: the file was written by a later version.
 	ErrNewer = errors.New("database of a newer version")
 	// ErrBusy: another process held the write lock for too long. Nothing was changed.

@@ -155,7 +155,11 @@ func (s *Store) Write(ctx context.Context, unit Unit) error {
 	if s.writer == nil {
 		return fmt.Errorf("write %s: opened for reading", s.path)
 	}
-	return s.writer.submit(ctx, unit)
+	err := s.writer.submit(ctx, unit)
+	if code(err)&0xff == lib.SQLITE_FULL {
+		return fmt.Errorf("%w: %w", ErrFull, err)
+	}
+	return err
 }
 
 const (
