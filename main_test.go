@@ -281,7 +281,7 @@ var onlyImporters = map[string][]string{
 	"github.com/cloudevents/sdk-go": nil,                                   // an independent reader, for tests
 }
 
-// TestImportArrows holds section 3 of the design: what a package may know of.
+// TestImportArrows holds what a package may know of; README has the packages.
 func TestImportArrows(t *testing.T) {
 	all := sources(t)
 	for dir, s := range all {
