@@ -338,7 +338,7 @@ func (p *process) line(b []byte) error {
 	case err != nil && r.ID == "":
 		return fmt.Errorf("%w: %w in the line %s", errFault, err, cut(b))
 	case r.Log != nil:
-		p.say("agent log", (*r.Log)[:min(len(*r.Log), maxLogLine)])
+		p.say(false, (*r.Log)[:min(len(*r.Log), maxLogLine)])
 		return nil
 	}
 	p.mu.Lock()
@@ -368,7 +368,7 @@ func (p *process) line(b []byte) error {
 
 // say passes a line of the process on to the log. One that chatters must not fill the disk with it: what is too much is
 // left out, and counted.
-func (p *process) say(msg, text string) {
+func (p *process) say(stderr bool, text string) {
 	p.logMu.Lock()
 	defer p.logMu.Unlock()
 	if now := time.Now(); now.Sub(p.logSince) >= time.Second {
@@ -379,7 +379,11 @@ func (p *process) say(msg, text string) {
 		p.logLeft++
 		return
 	}
-	p.log.Info(msg, "text", text)
+	if stderr {
+		p.log.Info("agent stderr", "text", text)
+		return
+	}
+	p.log.Info("agent log", "text", text)
 }
 
 // leftOut tells what say kept from the log; logMu is held.
@@ -413,7 +417,7 @@ func (p *process) readStderr() {
 		}
 		if text != "" {
 			p.lastStderr = text
-			p.say("agent stderr", text)
+			p.say(true, text)
 		}
 		if err != nil {
 			return
