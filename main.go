@@ -127,8 +127,11 @@ const shutdownLimit = 10 * time.Second
 // lastCall is how long dev's fold goes on after the relay. What it misses is shipped again at the next start.
 const lastCall = 300 * time.Millisecond
 
-// sameSignal is how soon the same signal again is not a second one.
-const sameSignal = 200 * time.Millisecond
+// another says that s, which came so long after the first signal, is a second one. timeout(1) sends one to its child, and
+// the same to the group that the child is in.
+func another(first, s os.Signal, after time.Duration) bool {
+	return s != first || after > 200*time.Millisecond
+}
 
 // untilSignal gives a command that runs until it is told to end an orderly end: the first SIGINT, SIGTERM or SIGHUP ends its
 // context, the second ends the process at once. Other commands die of the first: all they write is one transaction.
@@ -145,8 +148,8 @@ func untilSignal[T any](command func(context.Context, T) error) func(context.Con
 			limit := time.After(shutdownLimit)
 			for again := false; !again; {
 				select {
-				case s := <-signals: // timeout(1) sends one to its child, and the same to the group that the child is in
-					again = s != first || time.Since(at) > sameSignal
+				case s := <-signals:
+					again = another(first, s, time.Since(at))
 				case <-limit:
 					fmt.Fprintf(os.Stderr, "postrider: the end took longer than %s\n", shutdownLimit)
 					again = true

@@ -183,6 +183,21 @@ func terminate(ts *testscript.TestScript, _ bool, _ []string) {
 	}
 }
 
+func TestSecondSignal(t *testing.T) {
+	for _, c := range []struct {
+		s     os.Signal
+		after time.Duration
+		want  bool
+	}{
+		{syscall.SIGINT, time.Millisecond, false}, {syscall.SIGINT, time.Second, true},
+		{syscall.SIGTERM, time.Millisecond, true}, {syscall.SIGTERM, time.Second, true},
+	} {
+		if got := another(syscall.SIGINT, c.s, c.after); got != c.want {
+			t.Errorf("%v after %v: %t", c.s, c.after, got)
+		}
+	}
+}
+
 // TestBuildsWithoutCgo: one static binary is the promise.
 func TestBuildsWithoutCgo(t *testing.T) {
 	if testing.Short() {
