@@ -15,14 +15,15 @@ import (
 	"postrider/outbox"
 )
 
-// Figures is what the two databases say. Each committed record is in exactly one of Folded, Withheld, Undone and Lost;
-// each delivery is either the first of a record, so in Folded or Undone, or a duplicate.
+// Figures is what the two databases say. Each committed record is in exactly one of Folded, Withheld, Undone, Escaped and
+// Lost; each delivery is either the first of a record, so in Folded, Undone or Escaped, or a duplicate.
 type Figures struct {
 	Runs       int64  `json:"runs"`
 	Committed  int64  `json:"committed"`    // records in the node's outbox
 	Folded     int64  `json:"folded"`       // held by the fold exactly once, as committed, and part of the run's live lineage
 	Withheld   int64  `json:"withheld"`     // off the live lineage, never shipped, and not at the fold
-	Undone     int64  `json:"undone"`       // off the live lineage, and at the fold, which does not count them
+	Undone     int64  `json:"undone"`       // off the live lineage, sent by the time of the rewind, and at the fold, which does not count them
+	Escaped    int64  `json:"escaped"`      // likewise, but sent after the rewind
 	Deliveries int64  `json:"deliveries"`   // that the fold took in
 	Duplicates int64  `json:"duplicates"`   // of these, those that changed nothing
 	OutOfOrder int64  `json:"out_of_order"` // records that first arrived after a later one of their branch
@@ -46,11 +47,13 @@ func (p place) String() string {
 
 // committed is a record of the node.
 type committed struct {
+	place
 	kind    record.Kind
 	typ     string
 	data    []byte
 	live    bool // on the run's live lineage
 	shipped bool // or behind the shipped mark
+	sent    bool // or perhaps sent before the rewind
 }
 
 // held is a record of the fold.
@@ -60,21 +63,36 @@ type held struct {
 	live bool // counted
 }
 
+// ledger is the node's side: all records in the order of their commit, and the runs.
+type ledger struct {
+	node    string
+	records []committed
+	runs    []head
+}
+
 // audit compares the two databases, which nobody has open any more.
-func audit(ctx context.Context, o Options, db, foldDB string) (*Figures, error) {
+func audit(ctx context.Context, o Options, db, foldDB string) (f *Figures, err error) {
 	ctx, cancel := context.WithTimeout(ctx, o.patience)
 	defer cancel()
-	f := &Figures{}
-	node, order, err := f.readNode(ctx, o.Schema, db)
+	f = &Figures{}
+	l, err := f.readNode(ctx, o.Schema, db)
 	if err != nil {
 		return nil, fmt.Errorf("read the node's database: %w", err)
 	}
-	there, verified, err := f.readFold(ctx, foldDB)
+	events, err := fold.Open(ctx, foldDB, fold.Options{Store: sqlite.Options{ReadOnly: true}})
 	if err != nil {
 		return nil, fmt.Errorf("read the fold's database: %w", err)
 	}
-	f.compare(node, order, there)
+	defer func() { err = errors.Join(err, events.Close()) }()
+	there, verified, err := f.readFold(ctx, events)
+	if err != nil {
+		return nil, fmt.Errorf("read the fold's database: %w", err)
+	}
+	f.compare(l, there)
 	f.check(verified)
+	if err := f.checkCount(ctx, events, l); err != nil {
+		return nil, fmt.Errorf("read the fold's database: %w", err)
+	}
 	f.Holds = f.verdict() == nil
 	return f, nil
 }
@@ -83,55 +101,59 @@ func (f *Figures) found(format string, args ...any) {
 	f.findings = append(f.findings, fmt.Sprintf(format, args...))
 }
 
-// readNode returns all that was committed, and its order.
-func (f *Figures) readNode(ctx context.Context, schema, db string) (_ map[place]committed, order []place, err error) {
+// recordsQuery reads the outbox. Live is what may be exported: of an abandoned branch the part before the fork. Sent is
+// what had its PUBACK when the run's next branch was opened, and the one record that may have been on its way then (G7):
+// the stage rewinds when nothing else is. Both times are the node's recorded time.
+const recordsQuery = `WITH line AS MATERIALIZED (
+	SELECT b.id, b.ulid, r.tenant, r.name, b.exportable, b.shipped, 1 + coalesce((SELECT max(s.upto) FROM ship_log s
+		JOIN branch next ON next.run = b.run AND next.gen = b.gen + 1 WHERE s.branch = b.id AND s.at_us <= next.opened_us), b.fork_lsn) AS sent
+	FROM branch b JOIN run r ON r.id = b.run)
+	SELECT l.tenant, l.name, l.ulid, o.lsn, o.kind, o.type, o.data, o.lsn <= l.exportable, o.lsn <= l.shipped, o.lsn <= l.sent
+	FROM outbox o JOIN line l ON l.id = o.branch ORDER BY o.id`
+
+// readNode returns all that was committed, and holds the node's database against itself.
+func (f *Figures) readNode(ctx context.Context, schema, db string) (_ *ledger, err error) {
 	store, err := sqlite.Open(ctx, db, sqlite.NodeSchema(schema, "", db), sqlite.Options{ReadOnly: true})
 	if err != nil {
-		return nil, nil, err
+		return nil, err
 	}
 	defer func() { err = errors.Join(err, store.Close()) }()
 	id, err := sqlite.ReadNode(ctx, store)
 	if err != nil {
-		return nil, nil, err
+		return nil, err
 	}
 	stats, err := outbox.New(store, id.Name).Stats(ctx, "")
 	if err != nil {
-		return nil, nil, err
+		return nil, err
 	}
+	l := &ledger{node: id.Name}
+	if l.runs, err = heads(ctx, store); err != nil {
+		return nil, err
+	}
+	rows, err := store.Reader().QueryContext(ctx, recordsQuery)
+	if err != nil {
+		return nil, err
+	}
+	defer rows.Close()
+	for rows.Next() {
+		c := committed{place: place{node: id.Name}}
+		if err := rows.Scan(&c.key.Tenant, &c.key.Run, &c.key.Branch, &c.lsn, &c.kind, &c.typ, &c.data, &c.live, &c.shipped, &c.sent); err != nil {
+			return nil, err
+		}
+		l.records = append(l.records, c)
+	}
+	f.Runs, f.Committed = int64(len(l.runs)), int64(len(l.records))
 	if stats.Pending > 0 {
 		f.found("%d records are still pending", stats.Pending)
 	}
-	// On the live lineage is what may be exported: of an abandoned branch that is the part before the fork.
-	rows, err := store.Reader().QueryContext(ctx, `SELECT r.tenant, r.name, b.ulid, o.lsn, o.kind, o.type, o.data, o.lsn <= b.exportable, o.lsn <= b.shipped
-		FROM outbox o JOIN branch b ON b.id = o.branch JOIN run r ON r.id = b.run ORDER BY o.id`)
-	if err != nil {
-		return nil, nil, err
-	}
-	defer rows.Close()
-	all, runs := map[place]committed{}, map[string]bool{}
-	for rows.Next() {
-		at := place{node: id.Name}
-		var c committed
-		if err := rows.Scan(&at.key.Tenant, &at.key.Run, &at.key.Branch, &at.lsn, &c.kind, &c.typ, &c.data, &c.live, &c.shipped); err != nil {
-			return nil, nil, err
-		}
-		all[at], runs[at.key.Run] = c, true
-		order = append(order, at)
-	}
-	f.Runs, f.Committed = int64(len(runs)), int64(len(order))
 	if sum := stats.Pending + stats.Shipped + stats.Withheld + stats.Dead + stats.Expired; sum != f.Committed {
 		f.found("the outbox has %d records and counts %d", f.Committed, sum)
 	}
-	return all, order, rows.Err()
+	return l, errors.Join(rows.Err(), f.checkNode(ctx, store))
 }
 
 // readFold returns all that arrived, each record once, and the fold's own verification.
-func (f *Figures) readFold(ctx context.Context, db string) (_ map[place]held, v *fold.Verification, err error) {
-	events, err := fold.Open(ctx, db, fold.Options{Store: sqlite.Options{ReadOnly: true}})
-	if err != nil {
-		return nil, nil, err
-	}
-	defer func() { err = errors.Join(err, events.Close()) }()
+func (f *Figures) readFold(ctx context.Context, events *fold.Fold) (_ map[place]held, v *fold.Verification, err error) {
 	if v, err = events.Verify(ctx); err != nil {
 		return nil, nil, err
 	}
@@ -167,26 +189,28 @@ func (f *Figures) readFold(ctx context.Context, db string) (_ map[place]held, v 
 }
 
 // compare finds for each committed record what became of it.
-func (f *Figures) compare(node map[place]committed, order []place, there map[place]held) {
-	for _, at := range order {
-		c := node[at]
-		h, arrived := there[at]
-		delete(there, at)
+func (f *Figures) compare(l *ledger, there map[place]held) {
+	for _, c := range l.records {
+		h, arrived := there[c.place]
+		delete(there, c.place)
 		switch {
 		case c.kind != record.Event:
-			f.found("%s is no event, and the fold counts nothing else", at)
+			f.found("%s is no event, and the fold counts nothing else", c)
 		case arrived && (h.typ != c.typ || !bytes.Equal(h.data, c.data)):
 			f.Lost++
-			f.found("%s came as %s %.60q and was %s %.60q", at, h.typ, h.data, c.typ, c.data)
+			f.found("%s came as %s %.60q and was %s %.60q", c, h.typ, h.data, c.typ, c.data)
 		case arrived && h.live != c.live:
-			f.found("%s: on the live lineage for the node %t, for the fold %t", at, c.live, h.live)
+			f.found("%s: on the live lineage for the node %t, for the fold %t", c, c.live, h.live)
 		case arrived && c.live:
 			f.Folded++
+		case arrived && !c.sent:
+			f.Escaped++
+			f.found("%s was sent after the rewind that took it back", c)
 		case arrived:
 			f.Undone++
 		case c.live || c.shipped:
 			f.Lost++
-			f.found("%s is lost", at)
+			f.found("%s is lost", c)
 		default:
 			f.Withheld++
 		}
@@ -206,13 +230,14 @@ func (f *Figures) check(v *fold.Verification) {
 			f.found("the fold has %d %s", n, what)
 		}
 	}
-	if f.Committed != f.Folded+f.Withheld+f.Undone+f.Lost {
-		f.found("%d committed are not %d folded, %d withheld, %d undone and %d lost", f.Committed, f.Folded, f.Withheld, f.Undone, f.Lost)
+	off := f.Undone + f.Escaped
+	if f.Committed != f.Folded+f.Withheld+off+f.Lost {
+		f.found("%d committed are not %d folded, %d withheld, %d undone or escaped and %d lost", f.Committed, f.Folded, f.Withheld, off, f.Lost)
 	}
-	if f.Deliveries != f.Folded+f.Undone+f.Duplicates {
-		f.found("%d deliveries are not %d folded, %d undone and %d duplicates", f.Deliveries, f.Folded, f.Undone, f.Duplicates)
+	if f.Deliveries != f.Folded+off+f.Duplicates {
+		f.found("%d deliveries are not %d folded, %d undone or escaped and %d duplicates", f.Deliveries, f.Folded, off, f.Duplicates)
 	}
-	if v.Records != f.Folded+f.Undone || v.Abandoned != f.Undone {
+	if v.Records != f.Folded+off || v.Abandoned != off {
 		f.found("the fold counts %d records, %d of them undone", v.Records, v.Abandoned)
 	}
 }
@@ -247,10 +272,11 @@ func (f *Figures) table(s *screen) {
 		{"records committed", f.Committed, "by the node"},
 		{"  folded exactly once", f.Folded, "the history of the runs"},
 		{"  withheld", f.Withheld, "rewound, never shipped"},
-		{"  undone", f.Undone, "rewound, shipped before"},
+		{"  undone", f.Undone, "rewound, sent by then"},
 		{"deliveries", f.Deliveries, "to the fold"},
 		{"  duplicates among them", f.Duplicates, "changed nothing"},
 		{"out of order", f.OutOfOrder, ""},
+		{"escaped", f.Escaped, "rewound, and yet sent"},
 		{"lost", f.Lost, ""},
 	} {
 		s.raw(strings.TrimRight(fmt.Sprintf("   %-24s%7s  %s", r.name, comma(r.n), r.note), " "))

@@ -1,5 +1,5 @@
 // Package demo is `postrider demo`: the promise, shown in ten seconds on the parts that serve and dev are made of. Runs
-// finish while the broker is down; then the backlog drains over a link that is slowed so that it can be watched, loses
+// work while the broker is down; then the backlog drains over a link that is slowed so that it can be watched, loses
 // PUBACKs, breaks the relay, and sees a run rewound. At the end everything is stopped, and what happened is read from the
 // node's and the fold's databases, record by record: nothing that the demo counted itself is in the result.
 package demo

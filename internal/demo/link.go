@@ -2,6 +2,7 @@ package demo
 
 import (
 	"context"
+	"maps"
 	"sync"
 	"time"
 
@@ -24,12 +25,12 @@ type link struct {
 
 	lost     chan struct{} // closed when the PUBACKs were lost and the connection with them
 	panicked chan struct{} // closed before the panic
-	standing chan struct{} // closed when a permit is waited for
 	permit   chan struct{} // closed: one for all
 
 	mu     sync.Mutex
+	atGate string           // branch of the record that waits for a permit; "": none does
 	handed map[string]int64 // by branch, the last LSN given to this connection's client
-	atGate string           // branch of the record that waits for a permit
+	ever   map[string]int64 // or to any connection's
 }
 
 // plan says when, in records published, repeated ones among them.
@@ -43,7 +44,7 @@ type plan struct {
 
 func newLink(client mqtt.Options) *link {
 	return &link{client: client, opened: make(chan struct{}), lost: make(chan struct{}), panicked: make(chan struct{}),
-		standing: make(chan struct{}), permit: make(chan struct{}), handed: map[string]int64{}}
+		permit: make(chan struct{}), handed: map[string]int64{}, ever: map[string]int64{}}
 }
 
 // open lets records through, as planned.
@@ -52,12 +53,12 @@ func (l *link) open(p plan) {
 	close(l.opened)
 }
 
-// sent is the last record of a branch that went over the present connection, 0: none; next: the one after it waits for a
-// permit.
-func (l *link) sent(branch string) (lsn int64, next bool) {
+// gate is the branch of the record that waits for a permit, "": none does. While one does nothing is handed over, and
+// handed and ever are all that was: by branch the last LSN, over the present connection and over any.
+func (l *link) gate() (branch string, handed, ever map[string]int64) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	return l.handed[branch], l.atGate == branch
+	return l.atGate, maps.Clone(l.handed), maps.Clone(l.ever)
 }
 
 // dial is the relay's.
@@ -94,12 +95,11 @@ func (c *conn) Publish(topic string, retain bool, payload []byte) mqtt.Delivery 
 	}
 	if l.n >= l.plan.permitAt {
 		l.note(func() { l.atGate = r.Key.Branch })
-		if l.n == l.plan.permitAt {
-			close(l.standing)
-		}
 		c.wait(l.permit)
 	}
-	l.note(func() { l.handed[r.Key.Branch], l.atGate = r.LSN, "" })
+	l.note(func() {
+		l.atGate, l.handed[r.Key.Branch], l.ever[r.Key.Branch] = "", r.LSN, max(r.LSN, l.ever[r.Key.Branch])
+	})
 	d := c.Conn.Publish(topic, retain, payload)
 	if l.n < l.plan.lose || l.n >= l.plan.lose+l.plan.losses {
 		return d

@@ -47,7 +47,7 @@ func play(parent context.Context, o Options, s *screen, db, foldDB string) (err 
 	return st.drain(ctx)
 }
 
-// outage: the runs finish without a broker.
+// outage: the runs work off their inputs without a broker.
 func (st *stage) outage(ctx context.Context) error {
 	st.screen.heading("1", fmt.Sprintf("The broker is down, and %d runs work all the same", st.o.Runs))
 	st.header()
@@ -56,7 +56,7 @@ func (st *stage) outage(ctx context.Context) error {
 	}
 	fed := st.feed(ctx, max(1, st.o.Inputs/st.o.Runs), st.o.Feed)
 	var steps int64
-	err := st.until(ctx, "all runs finish", func(now) (bool, error) {
+	err := st.until(ctx, "all inputs are worked off", func(now) (bool, error) {
 		if ok, err := ended(fed); !ok || err != nil {
 			return false, err
 		}
@@ -71,7 +71,7 @@ func (st *stage) outage(ctx context.Context) error {
 		return err
 	}
 	st.screen.settle()
-	st.screen.point(fmt.Sprintf("All %d runs have finished: %s steps, each one durable on disk.", st.o.Runs, comma(steps)))
+	st.screen.point(fmt.Sprintf("All %d runs have worked off their inputs: %s steps, each one durable on disk.", st.o.Runs, comma(steps)))
 	return nil
 }
 
@@ -139,9 +139,6 @@ func (st *stage) drain(ctx context.Context) error {
 func (st *stage) rewind(ctx context.Context) error {
 	var out executor.Rewound
 	err := st.until(ctx, "a run can be rewound", func(now) (bool, error) {
-		if !closed(st.link.standing) {
-			return false, nil
-		}
 		name, to, settled, err := st.halfway(ctx)
 		switch {
 		case err != nil || !settled:
@@ -160,15 +157,20 @@ func (st *stage) rewind(ctx context.Context) error {
 		return err
 	}
 	st.exec.Wake()
-	st.screen.point(fmt.Sprintf("%s is rewound to step %d. Of the steps undone, %d records had been shipped, %d had not and never will be. "+
-		"All runs get new inputs.", out.Run, out.ForkStep, out.Shipped, out.Withheld))
+	st.screen.point(fmt.Sprintf("%s is rewound to step %d. Of the steps undone, %d records had been shipped. The other %d must not follow, "+
+		"but for one that may be on its way. All runs get new inputs.", out.Run, out.ForkStep, out.Shipped, out.Withheld))
 	return nil
 }
 
 // halfway finds the run that has the most both shipped and pending, and a step in the middle of what is shipped; "": no
-// run has enough. One whose next record is already on the link comes last: that record still passes. settled: everything
-// that was sent is acknowledged in the outbox.
+// run has enough. One whose next record is already on the link comes last: that record still passes. settled: a record
+// stands at the gate, and everything that was sent before it is acknowledged in the outbox. The audit counts on that: what
+// has no PUBACK at the rewind is not sent, but for that record.
 func (st *stage) halfway(ctx context.Context) (name string, to int64, settled bool, err error) {
+	next, handed, ever := st.link.gate()
+	if next == "" {
+		return "", 0, false, nil
+	}
 	runs, _, err := st.runs(ctx)
 	if err != nil {
 		return "", 0, false, err
@@ -180,15 +182,14 @@ func (st *stage) halfway(ctx context.Context) (name string, to int64, settled bo
 			return "", 0, false, err
 		}
 		b := d.Branches[len(d.Branches)-1]
-		sent, next := st.link.sent(b.Branch)
-		if b.Shipped < sent {
+		if b.Shipped < handed[b.Branch] {
 			return "", 0, false, nil
 		}
 		both := min(b.Shipped, b.LSN-b.Shipped)
-		if both < 4 {
+		if both < 4 || b.Shipped < ever[b.Branch] { // an earlier connection had more of it
 			continue
 		}
-		if next {
+		if b.Branch == next {
 			both = 1
 		}
 		if both > most {
