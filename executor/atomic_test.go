@@ -32,8 +32,8 @@ func prepare(n *node) {
 	n.send("a", "r", "last", `{"events": [{"type": "e3"}]}`)
 }
 
-// claimed takes the next step of run r in hand and plans what its agent answers.
-func (n *node) claimed(t tester) (*claim, *effects) {
+// inHand takes the next step of run r in hand.
+func (n *node) inHand(t tester) *claim {
 	t.Helper()
 	var c *claim
 	n.write(func(ctx context.Context, tx *sqlite.Tx) (err error) {
@@ -47,15 +47,32 @@ func (n *node) claimed(t tester) (*claim, *effects) {
 	if c == nil {
 		t.Fatalf("run r has nothing to do")
 	}
-	answer, err := n.agents["a"].Step(context.Background(), agent.Step{State: c.state, Input: &c.input.Input})
+	return c
+}
+
+// plan is what the agent of a claim answers.
+func (n *node) plan(c *claim) *effects {
+	n.t.Helper()
+	step := agent.Step{Number: c.step, Attempt: c.attempt, State: c.state}
+	if c.input != nil {
+		step.Input = &c.input.Input
+	}
+	answer, err := n.agents[c.agent].Step(context.Background(), step)
 	if err != nil {
-		t.Fatalf("%v", err)
+		n.t.Fatalf("%v", err)
 	}
 	plan, err := limits{node: "n1", maxRecord: n.o.MaxRecord, hosted: n.hosted}.plan(c, answer, 1)
 	if err != nil {
-		t.Fatalf("%v", err)
+		n.t.Fatalf("%v", err)
 	}
-	return c, plan
+	return plan
+}
+
+// claimed takes the next step of run r in hand and plans what its agent answers.
+func (n *node) claimed(t tester) (*claim, *effects) {
+	t.Helper()
+	c := n.inHand(t)
+	return c, n.plan(c)
 }
 
 // A fault before any statement of a transaction leaves nothing of it behind, and the same transaction then goes through

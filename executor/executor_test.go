@@ -8,6 +8,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -314,7 +315,12 @@ func TestInputOfAnotherProcessIsFoundByThePoll(t *testing.T) {
 	eventually(t, "the step", func() bool { return n.show("r").Step == 1 })
 }
 
+// In a bubble the grace ends only when nobody has anything left to do, however slow the machine is.
 func TestShutdownEndsStepsInHandAndGivesBackTheRest(t *testing.T) {
+	synctest.Test(t, shutdownEndsSteps)
+}
+
+func shutdownEndsSteps(t *testing.T) {
 	o := quick
 	o.Grace = time.Second
 	entered, leave := make(chan string, 10), make(chan struct{})

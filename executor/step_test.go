@@ -3,6 +3,7 @@ package executor
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"slices"
 	"strings"
@@ -164,6 +165,179 @@ func TestTooManyContinuesPauseTheRun(t *testing.T) {
 		t.Errorf("records %v", got)
 	}
 	n.mustBe("healthy", "idle", "1")
+}
+
+// A run with many inputs never comes near the bound, whichever way it gets from one step to the next.
+func TestContinuesAreCountedFromTheLastInput(t *testing.T) {
+	o := quick
+	o.MaxContinue = 3
+	agents := one(func(_ context.Context, s agent.Step) (agent.Effects, error) {
+		if s.Number%3 == 0 && s.Number <= 12 {
+			return agent.Effects{}, nil
+		}
+		return agent.Effects{Next: agent.Continue}, nil
+	})
+	for name, settle := range map[string]func(t *testing.T, n *node){
+		"one after the other": func(_ *testing.T, n *node) { n.settle() },
+		"process dies in each step": func(t *testing.T, n *node) {
+			for range 10 {
+				if n.show("r").Status == "ready" {
+					n.commit(n.inHand(t), false)
+					n.restart(t, agents, o)
+				}
+			}
+		},
+		"others come in between": func(t *testing.T, n *node) {
+			id, err := runID(n, "r")
+			if err != nil {
+				t.Fatal(err)
+			}
+			for range 10 {
+				w := &worker{pool: &pool{}}
+				w.pool.hungry.Store(true)
+				n.work(t.Context(), id, w)
+			}
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			n := newNode(t, agents, o)
+			for range 2 {
+				n.send("a", "r", "", "1")
+				n.send("a", "r", "", "1")
+				settle(t, n)
+			}
+			n.mustBe("r", "idle", "null")
+			if d := n.show("r"); d.Step != 12 || d.Pending != 0 {
+				t.Errorf("run %+v, want 12 steps", d.RunInfo)
+			}
+			n.send("a", "r", "", "1")
+			settle(t, n)
+			n.mustBe("r", "paused", "null")
+			if d := n.show("r"); d.Step != 15 {
+				t.Errorf("run %+v, want 15 steps", d.RunInfo)
+			}
+		})
+	}
+}
+
+// commit commits what the agent of a claim answers.
+func (n *node) commit(c *claim, yield bool) {
+	n.t.Helper()
+	plan := n.plan(c)
+	n.write(func(ctx context.Context, tx *sqlite.Tx) error {
+		_, err := commitStep(ctx, tx, c, plan, yield, n.o.MaxContinue)
+		return err
+	})
+}
+
+// The attempts of a step are not those of the next one, also if the process dies before it knows how that one ends.
+func TestSuccessEndsTheCountOfAttempts(t *testing.T) {
+	for name, yield := range map[string]bool{"next step in hand": false, "others come in between": true} {
+		t.Run(name, func(t *testing.T) {
+			n := newNode(t, one(scripted), quick)
+			n.send("a", "r", "x", "{}")
+			n.send("a", "r", "y", "{}")
+			c := n.inHand(t)
+			n.write(func(ctx context.Context, tx *sqlite.Tx) error {
+				return failStep(ctx, tx, c, verdict{reason: "broken", status: "waiting", wakeUS: 1, countsAsOf: 1})
+			})
+			if d := n.show("r"); d.Attempts != 1 || d.LastError != "broken" {
+				t.Errorf("after the failure: %+v", d.RunInfo)
+			}
+			if c = n.inHand(t); c.attempt != 2 || c.lastError != "broken" {
+				t.Errorf("attempt %d, last error %q, want 2 and the failure's", c.attempt, c.lastError)
+			}
+			n.commit(c, yield)
+			if d := n.show("r"); d.Step != 1 || d.Attempts != 0 || d.LastError != "" {
+				t.Errorf("after the success: %+v", d.RunInfo)
+			}
+			n.restart(t, one(scripted), quick)
+			if c = n.inHand(t); c.input.ID != "y" || c.attempt != 1 || c.lastError != "" {
+				t.Errorf("input %s, attempt %d, last error %q, want the first at y", c.input.ID, c.attempt, c.lastError)
+			}
+		})
+	}
+}
+
+// An agent may answer after its attempt was written off. Whatever became of the run meanwhile, and whatever the step would
+// lead to, the answer changes nothing, and the attempt that counts is free to commit.
+func TestLateAnswerChangesNothing(t *testing.T) {
+	fail := func(n *node, c *claim, v verdict) {
+		v.reason, v.countsAsOf = "silence", 1
+		n.write(func(ctx context.Context, tx *sqlite.Tx) error { return failStep(ctx, tx, c, v) })
+	}
+	for name, meanwhile := range map[string]func(n *node, late *claim) (inHand *claim){
+		"run waits": func(n *node, late *claim) *claim {
+			fail(n, late, verdict{status: "waiting", wakeUS: 1 << 60})
+			return nil
+		},
+		"step was given back": func(n *node, late *claim) *claim {
+			n.write(func(ctx context.Context, tx *sqlite.Tx) error { return giveBack(ctx, tx, late) })
+			return nil
+		},
+		"second attempt is in hand": func(n *node, late *claim) *claim {
+			fail(n, late, verdict{status: "waiting", wakeUS: 1})
+			return n.inHand(n.t)
+		},
+		"another branch is live": func(n *node, late *claim) *claim {
+			fail(n, late, verdict{status: "waiting", wakeUS: 1})
+			n.rewind("r", 1)
+			return nil
+		},
+		"another branch is in hand": func(n *node, late *claim) *claim {
+			fail(n, late, verdict{status: "waiting", wakeUS: 1})
+			n.rewind("r", 1)
+			return n.inHand(n.t)
+		},
+		// Numbers of claims do not come back; should they ever, the branch tells.
+		"another branch is in hand under the same number": func(n *node, late *claim) *claim {
+			fail(n, late, verdict{status: "waiting", wakeUS: 1})
+			n.rewind("r", 1)
+			c := n.inHand(n.t)
+			n.exec("UPDATE run SET claim = ? WHERE name = 'r'", late.no)
+			c.no = late.no
+			return c
+		},
+		"run is paused": func(n *node, late *claim) *claim {
+			fail(n, late, verdict{status: "paused"})
+			return nil
+		},
+		"input was set aside": func(n *node, late *claim) *claim {
+			fail(n, late, verdict{status: "dead"})
+			return nil
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			n := newNode(t, one(scripted), quick)
+			prepare(n)
+			late, plan := n.claimed(t)
+			inHand := meanwhile(n, late)
+			before := dump(t, n.store, false)
+			for _, next := range []agent.Next{agent.Wait, agent.Continue, agent.Done} {
+				for _, yield := range []bool{false, true} {
+					plan.next = next
+					err := n.store.Write(t.Context(), func(ctx context.Context, tx *sqlite.Tx) error {
+						_, err := commitStep(ctx, tx, late, plan, yield, 10)
+						return err
+					})
+					if !errors.Is(err, errFenced) {
+						t.Errorf("late answer, next %s, yield %v: %v, want errFenced", next, yield, err)
+					}
+				}
+			}
+			mustEqual(t, "after the late answer", dump(t, n.store, false), before)
+			if inHand == nil {
+				return
+			}
+			n.commit(inHand, true)
+			if d := n.show("r"); d.Step != 2 || d.Status != "ready" || d.Attempts != 0 {
+				t.Errorf("after the attempt that counts: %+v", d.RunInfo)
+			}
+			if got := n.stepInputs("r"); !slices.Equal(got, []string{"first", "busy"}) {
+				t.Errorf("steps had inputs %v", got)
+			}
+		})
+	}
 }
 
 func TestDoneRunTakesNoStep(t *testing.T) {

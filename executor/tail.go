@@ -67,7 +67,7 @@ func Tail(ctx context.Context, store *sqlite.Store, tenant, run string, after *T
 
 func (t *Tailed) read(ctx context.Context, tx *sql.Tx, run int64, after *TailCursor, limit int, withData bool) error {
 	at := *after
-	branches, err := tailedBranches(ctx, tx, run, tailBranchesQuery, at.gen, limit+1)
+	branches, err := tailedBranches(ctx, tx, run, tailBranchesQuery, at.gen, limit+2) // the first may be told already, the last tells that there are more
 	if err != nil {
 		return err
 	}

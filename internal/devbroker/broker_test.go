@@ -258,7 +258,7 @@ func TestDownKeepsSessionsAndThePort(t *testing.T) {
 	b.Down()
 	select {
 	case <-c.Lost():
-	case <-time.After(5 * time.Second):
+	case <-time.After(20 * time.Second):
 		t.Fatal("still connected")
 	}
 	if _, err := mqtt.Dial(context.Background(), mqtt.Options{Broker: b.URL(), ClientID: "c"}); !errors.Is(err, syscall.ECONNREFUSED) {
@@ -337,12 +337,12 @@ func TestAReaderThatIsStuckHoldsUpNobody(t *testing.T) {
 	for range 200 {
 		<-c.Publish("t/1", false, make([]byte, 64<<10)).Done()
 	}
-	if took := time.Since(began); took > 4*time.Second {
+	if took := time.Since(began); took > 20*time.Second { // its own limit is 30 s
 		t.Fatalf("it holds up who publishes: %s", took)
 	}
 	began = time.Now()
 	b.Close()
-	if took := time.Since(began); took > 5*time.Second {
+	if took := time.Since(began); took > 20*time.Second {
 		t.Fatalf("took %s", took)
 	}
 }

@@ -94,12 +94,12 @@ func receive(t testing.TB, s *mqtt.Subscriber) mqtt.Message {
 	return mqtt.Message{}
 }
 
-func awaitLost(t testing.TB, lost <-chan struct{}, within time.Duration) {
+func awaitLost(t testing.TB, lost <-chan struct{}) {
 	t.Helper()
 	select {
 	case <-lost:
-	case <-time.After(within):
-		t.Fatalf("still connected after %s", within)
+	case <-time.After(20 * time.Second):
+		t.Fatal("still connected")
 	}
 }
 

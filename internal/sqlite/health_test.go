@@ -14,7 +14,8 @@ import (
 // A commit that does not come to its end is seen as such after a while, and no longer once it ended.
 func TestHealthNoticesACommitThatHangs(t *testing.T) {
 	var ahead atomic.Int64
-	s := open(t, newPath(t), Options{Create: true, now: func() time.Time { return time.Now().Add(time.Duration(ahead.Load())) }})
+	start := time.Now() // and the clock stands still
+	s := open(t, newPath(t), Options{Create: true, now: func() time.Time { return start.Add(time.Duration(ahead.Load())) }})
 	healthy := func() error { t.Helper(); return s.Health(t.Context()) }
 	if err := healthy(); err != nil {
 		t.Fatal(err)
@@ -89,7 +90,8 @@ func TestHealthOfAReaderIsThatItReads(t *testing.T) {
 // A full disk is the store's fault and lasts until something is committed again; what a unit does wrong is its own.
 func TestHealthNoticesThatNothingCanBeCommitted(t *testing.T) {
 	var ahead atomic.Int64
-	s := open(t, newPath(t), Options{Create: true, now: func() time.Time { return time.Now().Add(time.Duration(ahead.Load())) }})
+	start := time.Now() // and the clock stands still
+	s := open(t, newPath(t), Options{Create: true, now: func() time.Time { return start.Add(time.Duration(ahead.Load())) }})
 	if err := s.Write(t.Context(), func(context.Context, *Tx) error { return errOwn }); !errors.Is(err, errOwn) {
 		t.Fatal(err)
 	}
