@@ -141,7 +141,10 @@ func untilSignal[T any](command func(context.Context, T) error) func(context.Con
 		defer cancel()
 		// Not the default effect for the second one: a shell starts what it puts into the background with SIGINT ignored.
 		signals := make(chan os.Signal, 2)
-		signal.Notify(signals, syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP)
+		signal.Notify(signals, syscall.SIGINT, syscall.SIGTERM)
+		if !signal.Ignored(syscall.SIGHUP) { // nohup means it
+			signal.Notify(signals, syscall.SIGHUP)
+		}
 		go func() {
 			first, at := <-signals, time.Now()
 			cancel()

@@ -7,6 +7,8 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"postrider/outbox"
 )
 
 // stuckAfter is how long Run, a session's settler or its publisher may go without a turn: Run pauses for half a minute at
@@ -86,6 +88,9 @@ func (r *Relay) Health() (trouble string, err error) {
 	}
 	if failed == nil {
 		return "not connected yet", nil
+	}
+	if errors.Is(failed, outbox.ErrLocked) {
+		return "another relay ships the records of this database: " + failed.Error(), nil
 	}
 	why, _, _ := strings.Cut(failed.Error(), "\n") // a panic has its stack behind it
 	trouble = fmt.Sprintf("nothing is shipped since %s: %s", r.c.since.UTC().Format(time.RFC3339), cut(why))

@@ -3,12 +3,15 @@ package relay
 import (
 	"context"
 	"errors"
+	"fmt"
 	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
 
+	"postrider/internal/mqtt"
 	"postrider/internal/record"
+	"postrider/outbox"
 )
 
 // What is said follows what sessions achieve, from the start to the return of a broker that was away.
@@ -73,4 +76,20 @@ func TestHealthFollowsWhatSessionsAchieve(t *testing.T) {
 		r.c.turned.set()
 		says("it turns again", "nothing is shipped")
 	})
+}
+
+// Whatever a broker or another relay does is no fault of this one.
+func TestReasonsThatAreOnesOwn(t *testing.T) {
+	for _, c := range []struct {
+		err  error
+		want string
+	}{
+		{&mqtt.RefusedError{Code: 5}, "refused"}, {mqtt.ErrUnreachable, "unreachable"}, {mqtt.ErrTimeout, "timeout"},
+		{mqtt.ErrPeerClosed, "closed"}, {mqtt.ErrProtocol, "protocol"}, {outbox.ErrLocked, "locked"}, {outbox.ErrFenced, "fenced"},
+		{errPanic, "panic"}, {errors.New("disk is full"), "other"},
+	} {
+		if got := reasonOf(fmt.Errorf("session: %w", c.err)); got != c.want {
+			t.Errorf("%v: %s, not %s", c.err, got, c.want)
+		}
+	}
 }

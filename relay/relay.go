@@ -140,6 +140,8 @@ func (r *Relay) Run(ctx context.Context) error {
 		log := r.log.With("reason", reason, "err", end.err, "next_in", pause.Round(time.Millisecond))
 		switch {
 		case !said.due(reason):
+		case reason == "locked":
+			r.log.Info("another relay ships the records of this database; this one waits", "err", end.err)
 		case end.connected:
 			log.Warn("session ended; records wait in the outbox", "first_in_flight", end.first)
 		default:
@@ -212,6 +214,8 @@ func reasonOf(err error) string {
 		return "unreachable"
 	case errors.Is(err, mqtt.ErrTimeout):
 		return "timeout"
+	case errors.Is(err, mqtt.ErrProtocol):
+		return "protocol"
 	case errors.Is(err, mqtt.ErrPeerClosed):
 		return "closed"
 	}
@@ -243,7 +247,7 @@ func newMetrics(reg prometheus.Registerer) *metrics {
 			Name: "postrider_relay_restarts_total", Help: "Sessions that ended without being told to, by reason.",
 		}, []string{"reason"}),
 	}
-	for _, reason := range []string{"refused", "panic", "locked", "fenced", "unreachable", "timeout", "closed", "other"} {
+	for _, reason := range []string{"refused", "panic", "locked", "fenced", "unreachable", "timeout", "protocol", "closed", "other"} {
 		m.restarts.WithLabelValues(reason)
 	}
 	if reg != nil {

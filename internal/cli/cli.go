@@ -11,6 +11,7 @@ import (
 	"io"
 	"log/slog"
 	"os"
+	"slices"
 	"strings"
 	"time"
 
@@ -33,6 +34,7 @@ type App struct {
 	output     string
 
 	logLevel, logFormat string
+	foreign             []string // flags that mean nothing to the command that runs
 
 	help helpOutput
 }
@@ -176,7 +178,7 @@ func (a *App) environment(c *cobra.Command) (err error) {
 	c.Flags().VisitAll(func(f *pflag.Flag) {
 		name := envPrefix + strings.ToUpper(strings.ReplaceAll(f.Name, "-", "_"))
 		value := os.Getenv(name)
-		if err != nil || f.Changed || value == "" || f.Name == "help" {
+		if err != nil || f.Changed || value == "" || f.Name == "help" || slices.Contains(a.foreign, f.Name) {
 			return
 		}
 		values := []string{value}
@@ -212,7 +214,7 @@ func (a *App) prepare(c *cobra.Command) error {
 	}
 	if a.tenant != "" {
 		if err := record.CheckName(a.tenant); err != nil {
-			return Usagef("--tenant: %w", err)
+			return Usagef("--tenant or POSTRIDER_TENANT: %w", err)
 		}
 	}
 	var o slog.HandlerOptions
@@ -257,6 +259,7 @@ func (a *App) without(next cobra.PositionalArgs, flags ...string) cobra.Position
 				return Usagef("%s takes no --%s", c.CommandPath(), name)
 			}
 		}
+		a.foreign = flags
 		return next(c, given)
 	}
 }

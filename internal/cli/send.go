@@ -57,6 +57,9 @@ An input with an --id counts once in its run, however often it is sent; the same
 		if in.DueUS, err = due(wait, at); err != nil {
 			return err
 		}
+		if c.Flags().Changed("at") && at == "" {
+			return Usagef("--at must not be empty")
+		}
 		in.In = wait
 		if in.Data, err = a.data(data); err != nil {
 			return err

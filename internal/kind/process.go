@@ -62,6 +62,8 @@ type process struct {
 	logSince time.Time // of the second that is counted
 	logLines int       // in it
 	logLeft  int       // left out since the log said so
+	logLast  string    // the last of these
+	logTimer *time.Timer
 }
 
 // call is one step in hand. Both channels have room for one, so that the reader never waits.
@@ -376,7 +378,14 @@ func (p *process) say(stderr bool, text string) {
 		p.logSince, p.logLines = now, 0
 	}
 	if p.logLines++; p.logLines > maxLogRate {
-		p.logLeft++
+		if p.logLeft++; p.logLeft == 1 { // it may say no more for long
+			p.logTimer = time.AfterFunc(time.Second, func() {
+				p.logMu.Lock()
+				defer p.logMu.Unlock()
+				p.leftOut()
+			})
+		}
+		p.logLast = text
 		return
 	}
 	if stderr {
@@ -389,7 +398,8 @@ func (p *process) say(stderr bool, text string) {
 // leftOut tells what say kept from the log; logMu is held.
 func (p *process) leftOut() {
 	if p.logLeft > 0 {
-		p.log.Warn("agent wrote too many log lines; some are left out", "lines", p.logLeft)
+		p.logTimer.Stop()
+		p.log.Warn("agent wrote too many log lines; some are left out", "lines", p.logLeft, "last", p.logLast)
 		p.logLeft = 0
 	}
 }

@@ -20,6 +20,8 @@ var (
 	ErrTimeout = errors.New("broker does not answer in time")
 	// ErrUnreachable: no network connection could be opened (refused, no route, unknown name, failed TLS or websocket handshake).
 	ErrUnreachable = errors.New("broker unreachable")
+	// ErrProtocol: what came from the other side is no MQTT.
+	ErrProtocol = errors.New("broken MQTT stream")
 	// ErrClosed: this side called Close or Kill.
 	ErrClosed = errors.New("connection closed by this side")
 	// ErrNoPacketID: 65,535 messages are in flight, the most the protocol can number. The connection is healthy.

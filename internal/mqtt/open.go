@@ -148,7 +148,7 @@ func (c *wsConn) Read(p []byte) (int, error) {
 				return 0, err
 			}
 			if kind != websocket.BinaryMessage {
-				return 0, errors.New("broker sent a text frame on the websocket")
+				return 0, fmt.Errorf("%w: a text frame on the websocket", ErrProtocol)
 			}
 			c.r = r
 		}

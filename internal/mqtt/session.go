@@ -118,7 +118,7 @@ func (s *session) settings(u *url.URL, o Options, clean bool, deliver func(*sess
 	p.SetConnectTimeout(2 * o.ConnectTimeout) // our context comes first
 	p.SetCustomOpenConnectionFn(func(*url.URL, paho.ClientOptions) (net.Conn, error) { return s.conn, nil })
 	p.SetConnectionLostHandler(func(_ paho.Client, reason error) { // runs after paho has stopped and failed its tokens
-		s.fail(fmt.Errorf("broken MQTT stream: %w", reason)) // no-op when conn knew the reason
+		s.fail(fmt.Errorf("%w: %w", ErrProtocol, reason)) // no-op when conn knew the reason
 		close(s.stopped)
 	})
 	p.SetDefaultPublishHandler(func(_ paho.Client, m paho.Message) { deliver(s, m) })

@@ -17,12 +17,16 @@ import (
 // waits for another process's transaction.
 const stuckAfter = 10 * time.Second
 
-// failedFor is how long a commit that failed counts, if nobody has tried again since.
-const failedFor = time.Minute
+// failedFor is how long a commit that failed counts, if nobody has tried again since: a step that could not be committed
+// is tried again within seconds.
+const failedFor = 15 * time.Second
+
+// leastRoom is what a disk has to have left: with less than that the next commit may well fail.
+const leastRoom = 256 << 10
 
 // Health fails when the file is gone or cannot be read, when its writer has been at one group for more than ten seconds (a
-// disk that hangs, say), or when the last commit failed (a full disk) and that was less than a minute ago. ctx bounds the
-// read.
+// disk that hangs, say), when the last commit failed and that was seconds ago, or when the disk has no room left. ctx bounds
+// the read.
 func (s *Store) Health(ctx context.Context) error {
 	if err := s.Check(); err != nil {
 		return err
@@ -41,7 +45,24 @@ func (s *Store) Health(ctx context.Context) error {
 	if f := s.writer.broken.Load(); f != nil && now.Sub(f.at) < failedFor {
 		return fmt.Errorf("the last commit to %s failed: %w", filepath.Base(s.path), f.err)
 	}
+	if room, err := s.room(); err != nil {
+		return fmt.Errorf("look at the disk of %s: %w", filepath.Base(s.path), err)
+	} else if room < leastRoom {
+		return fmt.Errorf("%w: %.0f KiB are left for %s", ErrFull, room/1024, filepath.Base(s.path))
+	}
 	return nil
+}
+
+// room is how many bytes are left on the file system, for this user.
+func (s *Store) room() (float64, error) {
+	var disk unix.Statfs_t
+	if err := unix.Statfs(filepath.Dir(s.path), &disk); err != nil {
+		return 0, err
+	}
+	if os.Geteuid() == 0 { // what is kept for the superuser counts
+		return float64(disk.Bfree) * float64(disk.Bsize), nil
+	}
+	return float64(disk.Bavail) * float64(disk.Bsize), nil
 }
 
 var (
@@ -79,7 +100,6 @@ func (s *Store) Collect(ch chan<- prometheus.Metric) {
 		err = nil
 	}
 	gauge(descWAL, float64(wal), err)
-	var disk unix.Statfs_t
-	err = unix.Statfs(filepath.Dir(s.path), &disk)
-	gauge(descFree, float64(disk.Bavail)*float64(disk.Bsize), err)
+	room, err := s.room()
+	gauge(descFree, room, err)
 }

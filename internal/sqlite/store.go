@@ -299,6 +299,9 @@ func refuse(path string, schema Schema, id int32, version, tables int, err error
 
 // unusable tells a file that SQLite cannot work with (permissions, damage) from other failures to open it.
 func unusable(path string, err error) error {
+	if full(err) {
+		return fmt.Errorf("%w: open %s: %w", ErrFull, path, err)
+	}
 	switch code(err) & 0xff {
 	case lib.SQLITE_READONLY, lib.SQLITE_CANTOPEN, lib.SQLITE_PERM, lib.SQLITE_AUTH:
 		return fmt.Errorf("%w: %s: %w", ErrAccess, path, err)
@@ -444,6 +447,11 @@ func code(err error) int {
 		return e.Code()
 	}
 	return 0
+}
+
+// full reports whether there was no room, also for -shm, where SQLite calls it an I/O error.
+func full(err error) bool {
+	return code(err)&0xff == lib.SQLITE_FULL || code(err) == lib.SQLITE_IOERR_SHMSIZE
 }
 
 // IsConstraint reports whether err is a violated UNIQUE, CHECK or PRIMARY KEY. Such an error ends with its statement.

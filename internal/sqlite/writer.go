@@ -156,7 +156,7 @@ func (s *Store) Write(ctx context.Context, unit Unit) error {
 		return fmt.Errorf("write %s: opened for reading", s.path)
 	}
 	err := s.writer.submit(ctx, unit)
-	if code(err)&0xff == lib.SQLITE_FULL {
+	if full(err) {
 		return fmt.Errorf("%w: %w", ErrFull, err)
 	}
 	return err
@@ -444,7 +444,9 @@ func (w *writer) commit(group []*request, savepoints bool) {
 	start := time.Now()
 	seq, err := w.begin()
 	if err != nil {
-		w.fail(err)
+		if !errors.Is(err, ErrClosed) {
+			w.fail(err)
+		}
 		answer(group, err)
 		return
 	}
