@@ -273,6 +273,8 @@ func args(least int, names ...string) cobra.PositionalArgs {
 			err = Usagef("%s: %s is missing", c.CommandPath(), names[len(given)])
 		case len(given) > len(names):
 			err = Usagef("%s: %q is one argument too many", c.CommandPath(), given[len(names)])
+		case slices.Contains(given, ""): // an unset variable of a script
+			err = Usagef("%s: %s is empty", c.CommandPath(), names[slices.Index(given, "")])
 		default:
 			return nil
 		}

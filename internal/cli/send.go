@@ -51,8 +51,8 @@ An input with an --id counts once in its run, however often it is sent; the same
 		if len(given) > 1 {
 			in.Run = given[1]
 		}
-		if len(given) > 1 && given[1] == "" || c.Flags().Changed("id") && in.ID == "" { // an unset variable of a script
-			return WithHint(Usagef("RUN and --id must not be empty"), "left out, they stand for a new run and a new id")
+		if c.Flags().Changed("id") && in.ID == "" {
+			return WithHint(Usagef("--id must not be empty"), "left out, it stands for a new one")
 		}
 		if in.DueUS, err = due(wait, at); err != nil {
 			return err
