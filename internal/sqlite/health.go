@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"math"
 	"os"
 	"path/filepath"
 	"time"
@@ -53,16 +54,24 @@ func (s *Store) Health(ctx context.Context) error {
 	return nil
 }
 
-// room is how many bytes are left on the file system, for this user.
+// room is how many bytes are left on the file system, for this user; infinite where it has no size, as some that are
+// served by a program say of themselves.
 func (s *Store) room() (float64, error) {
 	var disk unix.Statfs_t
 	if err := unix.Statfs(filepath.Dir(s.path), &disk); err != nil {
 		return 0, err
 	}
-	if os.Geteuid() == 0 { // what is kept for the superuser counts
-		return float64(disk.Bfree) * float64(disk.Bsize), nil
+	return left(&disk, os.Geteuid() == 0), nil
+}
+
+func left(disk *unix.Statfs_t, superuser bool) float64 {
+	switch {
+	case disk.Blocks == 0:
+		return math.Inf(1)
+	case superuser: // what is kept for it counts
+		return float64(disk.Bfree) * float64(disk.Bsize)
 	}
-	return float64(disk.Bavail) * float64(disk.Bsize), nil
+	return float64(disk.Bavail) * float64(disk.Bsize)
 }
 
 var (

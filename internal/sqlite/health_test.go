@@ -3,12 +3,15 @@ package sqlite
 import (
 	"context"
 	"errors"
+	"math"
 	"os"
 	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
+
+	"golang.org/x/sys/unix"
 )
 
 // A commit that does not come to its end is seen as such after a while, and no longer once it ended.
@@ -123,4 +126,19 @@ func TestHealthNoticesThatNothingCanBeCommitted(t *testing.T) {
 		t.Fatal(err)
 	}
 	healthyAgain(t, s) // there is room
+}
+
+func TestRoomThatIsLeft(t *testing.T) {
+	disk := unix.Statfs_t{Bsize: 4096, Blocks: 100, Bfree: 10, Bavail: 5}
+	for _, c := range []struct {
+		disk      unix.Statfs_t
+		superuser bool
+		want      float64
+	}{
+		{disk, false, 5 * 4096}, {disk, true, 10 * 4096}, {unix.Statfs_t{Bsize: 4096}, false, math.Inf(1)}, {unix.Statfs_t{Bsize: 4096, Blocks: 100}, false, 0},
+	} {
+		if got := left(&c.disk, c.superuser); got != c.want {
+			t.Errorf("%+v: %v, not %v", c, got, c.want)
+		}
+	}
 }
