@@ -1,6 +1,7 @@
 -- The whole current schema of a Postrider database; numbered upgrade steps from older ones live in internal/sqlite.
 --
--- Times are INTEGER microseconds since 1970, UTC, in columns named *_us. JSON is kept as the bytes that came, in BLOB
+-- Times are INTEGER microseconds since 1970, UTC, in columns named *_us; those that something is scheduled by are steady time
+-- (meta.steady_us): due_us, wake_us, next_us, hold_us, expires_us. JSON is kept as the bytes that came, in BLOB
 -- columns that stand last, so that the small columns of a row are on its first page. AUTOINCREMENT wherever an id must
 -- never come back. Big tables are append-only rowid heaps: any index entry per step dirties one leaf page per branch, so
 -- (branch, lsn) and (branch, step) are found by a sparse partial index and a walk along prev_id.
@@ -13,6 +14,9 @@ CREATE TABLE meta (
   client_id   TEXT    NOT NULL,                       -- of the publishing relay: the broker cuts an older session
   boot        TEXT    NOT NULL,                       -- machine boot that clock_us belongs to
   clock_us    INTEGER NOT NULL,                       -- last recorded time; within one boot it never goes back
+  up_us       INTEGER NOT NULL,                       -- how long that boot lasted then, time asleep included
+  steady_us   INTEGER NOT NULL,                       -- time at the machine's pace, whatever is done to the wall clock; began as clock_us
+  skip_us     INTEGER NOT NULL DEFAULT 0,             -- steady time that no process saw pass, beyond a day at a time; windows do not count it
   commit_seq  INTEGER NOT NULL,                       -- set by every transaction; tells whether an unknown COMMIT is in
   rewinds     INTEGER NOT NULL DEFAULT 0              -- moved by every rewind; the relay reads it before each write
 ) STRICT;
@@ -25,12 +29,20 @@ CREATE TABLE writer (
   at_us       INTEGER NOT NULL
 ) STRICT, WITHOUT ROWID;
 
--- Agents that were ever hosted here: send to any other is refused.
+-- Agents that were ever hosted here: send to any other is refused, unless it has a route.
 CREATE TABLE agent (
   name        TEXT PRIMARY KEY,
   kind        TEXT    NOT NULL,
+  hosted      INTEGER NOT NULL CHECK (hosted IN (0, 1)), -- by the node's last process
   first_us    INTEGER NOT NULL,
   last_us     INTEGER NOT NULL
+) STRICT, WITHOUT ROWID;
+
+-- Where inputs for agents that are not hosted here go, as the node's last process was told.
+CREATE TABLE route (
+  agent       TEXT PRIMARY KEY,
+  node        TEXT    NOT NULL,
+  best_effort INTEGER NOT NULL CHECK (best_effort IN (0, 1)) -- 1: no outbox behind it: sent, then retired
 ) STRICT, WITHOUT ROWID;
 
 -- A run and what it does now.
@@ -53,7 +65,7 @@ CREATE TABLE run (
   claim       INTEGER NOT NULL DEFAULT 0,             -- fences: a step commits only under the claim it was started with
   claim_step  INTEGER,                                -- step in hand; NULL: none
   claim_input INTEGER,                                -- inbox.id in hand; NULL: none
-  claim_alone INTEGER CHECK (claim_alone IN (0, 1)),  -- nothing else was in hand in this process
+  claim_alone INTEGER CHECK (claim_alone IN (0, 1)),  -- nothing else was in hand in this process; NULL of a running one: it waits for its turn alone
   claim_boot  TEXT,                                   -- machine boot of the claim
   attempts    INTEGER NOT NULL DEFAULT 0,             -- failed ones of the step in hand
   continues   INTEGER NOT NULL DEFAULT 0,             -- steps without input in a row
@@ -164,6 +176,7 @@ CREATE TABLE outbox (
 ) STRICT;
 -- LSNs are dense, so every 16th finds its neighbours by a walk of at most 15 rows.
 CREATE UNIQUE INDEX outbox_mark ON outbox (branch, lsn) WHERE lsn % 16 = 0;
+CREATE INDEX outbox_creator ON outbox (creator_branch, creator_step) WHERE creator_branch IS NOT NULL;
 
 -- Records that ended without a PUBACK: dead letters, and those that expired.
 CREATE TABLE dead (
@@ -246,6 +259,11 @@ CREATE TABLE relay_lease (
   next_us     INTEGER                                 -- when the next is tried
 ) STRICT;
 
+-- What the broker's kept session of this node's inputs was told to take: a filter that is dropped must be unsubscribed.
+CREATE TABLE subscription (
+  filter      TEXT PRIMARY KEY
+) STRICT, WITHOUT ROWID;
+
 -- Inputs in order of arrival. A consumed one stays, since a rewind may need it. Pending: not consumed, not cancelled,
 -- not withdrawn, not dead, not handed over.
 CREATE TABLE inbox (
@@ -264,6 +282,7 @@ CREATE TABLE inbox (
   trace            TEXT,
   arrived_us       INTEGER NOT NULL,
   due_us           INTEGER NOT NULL,                  -- max(arrival, due): the order within a run, then id
+  at_us            INTEGER,                           -- the wall-clock time that due_us stands for; NULL: none was given
   expires_us       INTEGER,
   attempts         INTEGER NOT NULL DEFAULT 0,
   next_us          INTEGER,
@@ -287,7 +306,11 @@ CREATE INDEX inbox_created ON inbox (created_branch, created_step) WHERE created
 CREATE INDEX inbox_cancelled ON inbox (cancelled_branch) WHERE cancelled_branch IS NOT NULL;
 -- A run's own commands that it may still cancel.
 CREATE INDEX inbox_command ON inbox (command_id, created_branch) WHERE command_id IS NOT NULL AND consumed_branch IS NULL AND cancelled_branch IS NULL AND ended_us IS NULL;
-CREATE INDEX inbox_dead ON inbox (run, id) WHERE outcome = 'dead';
+CREATE INDEX inbox_ended ON inbox (run, outcome, id) WHERE outcome IS NOT NULL;
+-- For other nodes, or without a run that it could wait at.
+CREATE INDEX inbox_elsewhere ON inbox (due_us, id) WHERE run IS NULL AND consumed_branch IS NULL AND cancelled_branch IS NULL AND ended_us IS NULL;
+-- Timers by the wall clock: when that is set, they are due at another steady time.
+CREATE INDEX inbox_at ON inbox (id) WHERE at_us IS NOT NULL AND consumed_branch IS NULL AND cancelled_branch IS NULL AND ended_us IS NULL;
 
 -- Input ids that were accepted: explicit and foreign ones. A second arrival is a duplicate when the content agrees,
 -- else a conflict.
@@ -298,7 +321,7 @@ CREATE TABLE seen (
   hash        BLOB    NOT NULL,                       -- SHA-256 of agent, type and data
   hops        INTEGER NOT NULL DEFAULT 0,
   outcome     TEXT    CHECK (outcome IN ('handed-over','withdrawn','dead')),
-  at_us       INTEGER NOT NULL,
+  at_us       INTEGER NOT NULL,                       -- steady_us - skip_us: the window begins
   PRIMARY KEY (tenant, run_name, input_id)
 ) STRICT, WITHOUT ROWID;
 CREATE INDEX seen_age ON seen (at_us);
@@ -328,10 +351,11 @@ CREATE VIEW record_state AS
 SELECT o.id, r.tenant, r.name AS run, b.ulid AS branch, b.gen, o.lsn, o.step,
        CASE o.kind WHEN 1 THEN 'event' WHEN 2 THEN 'command' ELSE 'message' END AS kind,
        o.type, COALESCE(o.topic, o.to_agent || '@' || o.to_node, '') AS destination, o.recorded_us,
-       CASE WHEN d.reason = 'expired' THEN 'expired'
+       CASE WHEN o.withheld_us IS NOT NULL THEN 'withheld'
+            WHEN d.reason = 'expired' THEN 'expired'
             WHEN d.reason = 'poison' AND d.requeued_us IS NULL THEN 'dead'
             WHEN o.lsn <= b.shipped THEN 'shipped'
-            WHEN o.lsn > b.exportable OR o.withheld_us IS NOT NULL THEN 'withheld'
+            WHEN o.lsn > b.exportable THEN 'withheld'
             ELSE 'pending' END AS state
 FROM outbox o
 JOIN branch b ON b.id = o.branch

@@ -38,8 +38,8 @@ type limits struct {
 }
 
 // plan checks everything a step asked for, before its transaction, and names the field that is wrong. occurred is when
-// the agent answered, in microseconds.
-func (l limits) plan(c *claim, e agent.Effects, occurred int64) (*effects, error) {
+// the agent answered, in microseconds; steady is the same in steady time.
+func (l limits) plan(c *claim, e agent.Effects, occurred, steady int64) (*effects, error) {
 	p := &effects{state: bytes.Clone(e.State), next: e.Next, cancel: e.Cancel}
 	switch p.next {
 	case "":
@@ -75,13 +75,13 @@ func (l limits) plan(c *claim, e agent.Effects, occurred int64) (*effects, error
 		p.records = append(p.records, r)
 	}
 	for i, cmd := range e.Commands {
-		if err := l.command(c, p, stamp, i, cmd); err != nil {
+		if err := l.command(c, p, stamp, i, cmd, steady); err != nil {
 			return nil, fmt.Errorf("commands[%d].%w", i, err)
 		}
 	}
 	for i, m := range e.Messages {
 		r := stamp
-		r.Kind, r.Topic, r.Retain, r.Data, r.Expires = record.Message, m.Topic, m.Retain, m.Payload, after(occurred, m.ExpiresIn)
+		r.Kind, r.Topic, r.Retain, r.Data, r.Expires = record.Message, m.Topic, m.Retain, m.Payload, after(steady, m.ExpiresIn)
 		if err := l.topics.CheckTopic(m.Topic); err != nil {
 			return nil, fmt.Errorf("messages[%d].topic: %w", i, err)
 		}
@@ -136,7 +136,7 @@ func (l limits) event(r *record.Record) error {
 
 // command sends a command on the one of two ways: into an inbox of this node, within the step's own transaction, or as a
 // record to another node.
-func (l limits) command(c *claim, p *effects, stamp record.Record, i int, cmd agent.Command) error {
+func (l limits) command(c *claim, p *effects, stamp record.Record, i int, cmd agent.Command, steady int64) error {
 	name, node, remote := strings.Cut(cmd.Agent, "@")
 	if cmd.Agent == "" {
 		name = c.agent
@@ -177,9 +177,12 @@ func (l limits) command(c *claim, p *effects, stamp record.Record, i int, cmd ag
 		}
 		id = idPrefix + l.node + "/" + c.tenant + "/" + c.name + "/" + cmd.ID
 	}
-	due, err := dueTime(stamp.Occurred, cmd.In, cmd.At)
-	if err != nil {
+	if err := checkDue(stamp.Occurred, cmd.In, cmd.At); err != nil {
 		return err
+	}
+	timer, atUS := cmd.In > 0 || !cmd.At.IsZero(), int64(0)
+	if !cmd.At.IsZero() {
+		atUS = cmd.At.UnixMicro()
 	}
 	if cmd.ExpiresIn < 0 {
 		return fmt.Errorf("expires_in: %s is negative", cmd.ExpiresIn)
@@ -193,39 +196,35 @@ func (l limits) command(c *claim, p *effects, stamp record.Record, i int, cmd ag
 	}
 	if here {
 		source := "/" + l.node + "/" + c.tenant + "/" + c.name + "/" + c.branch
-		if due != 0 {
+		if timer {
 			source = "timer"
 		}
 		p.local = append(p.local, arrival{tenant: c.tenant, run: run, agent: name, node: node, id: id, explicit: cmd.ID != "", typ: cmd.Type, source: source,
-			data: orNull(cmd.Data), due: due, expires: after(stamp.Occurred, cmd.ExpiresIn), hops: hops, correlation: stamp.Correlation,
+			data: orNull(cmd.Data), in: cmd.In, atUS: atUS, expires: after(steady, cmd.ExpiresIn), hops: hops, correlation: stamp.Correlation,
 			causation: c.branch + "/" + strconv.FormatInt(c.step, 10), trace: stamp.Trace, createdBranch: c.head.Branch, createdStep: c.step, commandID: cmd.ID})
 		return nil
 	}
-	if due != 0 {
+	if timer {
 		return fmt.Errorf("in, at: a timer waits on its own node; %s is elsewhere", cmd.Agent)
 	}
 	r := stamp
 	r.Kind, r.Type, r.Data = record.Command, cmd.Type, orNull(cmd.Data)
-	r.ToNode, r.ToAgent, r.ToRun, r.InputID, r.Hops, r.Expires = node, name, run, id, hops+1, after(stamp.Occurred, cmd.ExpiresIn)
+	r.ToNode, r.ToAgent, r.ToRun, r.InputID, r.Hops, r.Expires = node, name, run, id, hops+1, after(steady, cmd.ExpiresIn)
 	p.records = append(p.records, r)
 	return nil
 }
 
-// dueTime is when a timer is due, in microseconds; 0: now.
-func dueTime(now int64, in time.Duration, at time.Time) (int64, error) {
+// checkDue refuses what is no time for a timer. now is in microseconds.
+func checkDue(now int64, in time.Duration, at time.Time) error {
 	switch {
 	case in < 0:
-		return 0, fmt.Errorf("in: %s is negative", in)
+		return fmt.Errorf("in: %s is negative", in)
 	case in > 0 && !at.IsZero():
-		return 0, fmt.Errorf("at: excludes in")
-	case in > 0:
-		return now + in.Microseconds(), nil
-	case at.IsZero():
-		return 0, nil
-	case at.Year() > maxYear || at.Year() < 1970:
-		return 0, fmt.Errorf("at: %d is not a year from 1970 to %d", at.Year(), maxYear)
+		return fmt.Errorf("at: excludes in")
+	case !at.IsZero() && (at.Year() > maxYear || at.Year() < 1970):
+		return fmt.Errorf("at: %d is not a year from 1970 to %d", at.Year(), maxYear)
 	}
-	return at.UnixMicro(), nil
+	return nil
 }
 
 func after(now int64, d time.Duration) int64 {

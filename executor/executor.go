@@ -203,17 +203,17 @@ func (e *Executor) Run(ctx context.Context) error {
 func (e *Executor) recover(ctx context.Context) error {
 	return e.store.Write(ctx, func(ctx context.Context, tx *sqlite.Tx) error {
 		for name := range e.agents {
-			_, _, err := tx.Exec(ctx, `INSERT INTO agent (name, kind, first_us, last_us) VALUES (?1, ?2, ?3, ?3)
-				ON CONFLICT (name) DO UPDATE SET kind = ?2, last_us = ?3`, name, kindOf(e.agents[name]), tx.NowUS)
+			_, _, err := tx.Exec(ctx, `INSERT INTO agent (name, kind, hosted, first_us, last_us) VALUES (?1, ?2, 1, ?3, ?3)
+				ON CONFLICT (name) DO UPDATE SET kind = ?2, hosted = 1, last_us = ?3`, name, kindOf(e.agents[name]), tx.NowUS)
 			if err != nil {
 				return fmt.Errorf("register agent %s: %w", name, err)
 			}
-			_, _, err = tx.Exec(ctx, "UPDATE run SET status = 'ready', wake_us = ?, updated_us = ? WHERE status = 'unhosted' AND agent = ?", tx.NowUS, tx.NowUS, name)
+			_, _, err = tx.Exec(ctx, "UPDATE run SET status = 'ready', wake_us = ?, updated_us = ? WHERE status = 'unhosted' AND agent = ?", tx.SteadyUS, tx.NowUS, name)
 			if err != nil {
 				return fmt.Errorf("find runs of agent %s: %w", name, err)
 			}
 		}
-		_, _, err := tx.Exec(ctx, "UPDATE run SET status = 'ready', wake_us = ?, updated_us = ? WHERE status = 'running'", tx.NowUS, tx.NowUS)
+		_, _, err := tx.Exec(ctx, "UPDATE run SET status = 'ready', wake_us = ?, updated_us = ? WHERE status = 'running'", tx.SteadyUS, tx.NowUS)
 		return err
 	})
 }
@@ -250,7 +250,7 @@ func (e *Executor) work(ctx context.Context, run int64, w *worker) {
 func (e *Executor) release(ctx context.Context, run int64) {
 	for pause := 200 * time.Millisecond; ; pause = min(2*pause, 5*time.Second) {
 		err := e.store.Write(context.WithoutCancel(ctx), func(ctx context.Context, tx *sqlite.Tx) error {
-			_, _, err := tx.Exec(ctx, "UPDATE run SET status = 'ready', wake_us = ?, updated_us = ? WHERE id = ? AND status = 'running'", tx.NowUS, tx.NowUS, run)
+			_, _, err := tx.Exec(ctx, "UPDATE run SET status = 'ready', wake_us = ?, updated_us = ? WHERE id = ? AND status = 'running'", tx.SteadyUS, tx.NowUS, run)
 			return err
 		})
 		if err == nil || errors.Is(err, sqlite.ErrClosed) || !sleep(ctx, pause) {
@@ -278,7 +278,7 @@ func (e *Executor) step(ctx context.Context, c *claim, w *worker) (*claim, error
 	var plan *effects
 	if aerr == nil {
 		l := limits{node: e.node, topics: e.o.Topics, maxRecord: e.o.MaxRecord, hosted: e.hosted}
-		if plan, aerr = l.plan(c, answer, e.store.NowUS()); aerr != nil {
+		if plan, aerr = l.plan(c, answer, e.store.NowUS(), e.store.SteadyUS()); aerr != nil {
 			aerr = fmt.Errorf("agent %s, step %d of %s/%s: invalid effects: %w", c.agent, c.step, c.tenant, c.name, aerr)
 		}
 	}
@@ -352,7 +352,7 @@ func (e *Executor) ask(ctx context.Context, c *claim, now time.Time) (_ agent.Ef
 // judge turns an agent's error into what happens to its input.
 func (e *Executor) judge(c *claim, aerr error) verdict {
 	v := verdict{reason: cut(aerr.Error(), 4096), public: fmt.Sprintf("%d failed attempts", c.attempt), status: "waiting", countsAsOf: c.attempt}
-	now := e.store.NowUS()
+	now := e.store.SteadyUS()
 	var said *agent.Error
 	if errors.As(aerr, &said) {
 		v.public = cut(said.Error(), 1024)

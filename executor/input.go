@@ -38,8 +38,8 @@ type Input struct {
 	Type          string
 	Data          []byte        // JSON; kept as it came
 	Source        string        // a CloudEvents source, or cli, http, mqtt:<topic>
-	DueUS         int64         // not before, in microseconds since 1970; 0: now
-	In            time.Duration // not before that long from now; excludes DueUS
+	In            time.Duration // due after
+	AtUS          int64         // due at, in microseconds since 1970 by the wall clock; excludes In; neither: now
 }
 
 // Submitted says where an input went.
@@ -74,13 +74,9 @@ func Submit(ctx context.Context, store *sqlite.Store, in Input) (Submitted, erro
 		if err != nil {
 			return fmt.Errorf("look up agent %s: %w", in.Agent, err)
 		}
-		due := in.DueUS
-		if in.In > 0 {
-			due = tx.NowUS + in.In.Microseconds()
-		}
 		out.Duplicate, err = enqueue(ctx, tx, arrival{
 			tenant: in.Tenant, run: in.Run, agent: in.Agent, id: in.ID, explicit: explicit, typ: in.Type, source: in.Source,
-			data: in.Data, due: due,
+			data: in.Data, in: in.In, atUS: in.AtUS,
 		})
 		return err
 	})
@@ -165,8 +161,9 @@ type arrival struct {
 	explicit           bool // the id was chosen by somebody: it may come again
 	typ, source        string
 	data               []byte
-	due                int64 // µs; 0: now
-	expires            int64
+	in                 time.Duration // due after
+	atUS               int64         // due at, by the wall clock; neither: now
+	expires            int64         // steady time; 0: never
 	hops               int64
 	correlation        string
 	causation          string
@@ -174,6 +171,14 @@ type arrival struct {
 	createdBranch      int64 // by a step; 0: from outside
 	createdStep        int64
 	commandID          string
+}
+
+// due is max(arrival, due) in steady time.
+func (a *arrival) due(tx *sqlite.Tx) int64 {
+	if a.atUS != 0 {
+		return max(tx.SteadyUS, tx.SteadyUS+a.atUS-tx.WallUS)
+	}
+	return tx.SteadyUS + max(0, a.in.Microseconds())
 }
 
 // hash is the content that an id stands for: a second arrival with another hash is a conflict.
@@ -224,7 +229,7 @@ func enqueue(ctx context.Context, tx *sqlite.Tx, a arrival) (duplicate bool, err
 	if err := insertInput(ctx, tx, run, a, ""); err != nil {
 		return false, err
 	}
-	return false, wake(ctx, tx, run, max(a.due, tx.NowUS))
+	return false, wake(ctx, tx, run, a.due(tx))
 }
 
 // insertInput adds the inbox row; with a reason it is a dead letter from the start.
@@ -238,10 +243,10 @@ func insertInput(ctx context.Context, tx *sqlite.Tx, run int64, a arrival, deadR
 		branch, step = a.createdBranch, a.createdStep
 	}
 	_, _, err := tx.Exec(ctx, `INSERT INTO inbox (run, tenant, run_name, agent, node, input_id, type, source, hops, correlation, causation, trace,
-		arrived_us, due_us, expires_us, created_branch, created_step, command_id, ended_us, outcome, reason, data)
-		VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)`,
+		arrived_us, due_us, at_us, expires_us, created_branch, created_step, command_id, ended_us, outcome, reason, data)
+		VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)`,
 		run, a.tenant, a.run, a.agent, optional(a.node), a.id, a.typ, a.source, a.hops, optional(a.correlation), optional(a.causation), optional(a.trace),
-		tx.NowUS, max(a.due, tx.NowUS), optionalUS(a.expires), branch, step, optional(a.commandID), ended, outcome, reason, a.data)
+		tx.NowUS, a.due(tx), optionalUS(a.atUS), optionalUS(a.expires), branch, step, optional(a.commandID), ended, outcome, reason, a.data)
 	if err != nil {
 		return fmt.Errorf("store input %s of run %s: %w", a.id, a.run, err)
 	}
@@ -250,9 +255,9 @@ func insertInput(ctx context.Context, tx *sqlite.Tx, run int64, a arrival, deadR
 
 // wake schedules a run at due at the latest, unless it is in hand, or waits out a pause after an error, or for a person.
 func wake(ctx context.Context, tx *sqlite.Tx, run, due int64) error {
-	_, _, err := tx.Exec(ctx, `UPDATE run SET status = iif(?2 <= ?3, 'ready', 'waiting'), wake_us = min(COALESCE(wake_us, ?2), ?2), updated_us = ?3
+	_, _, err := tx.Exec(ctx, `UPDATE run SET status = iif(?2 <= ?4, 'ready', 'waiting'), wake_us = min(COALESCE(wake_us, ?2), ?2), updated_us = ?3
 		WHERE id = ?1 AND (status IN ('idle', 'ready') OR status = 'waiting' AND claim_step IS NULL) AND (wake_us IS NULL OR wake_us > ?2)`,
-		run, due, tx.NowUS)
+		run, due, tx.NowUS, tx.SteadyUS)
 	if err != nil {
 		return fmt.Errorf("wake run: %w", err)
 	}

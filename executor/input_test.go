@@ -135,7 +135,7 @@ func TestInputsComeInOrderOfDueTimeThenArrival(t *testing.T) {
 	for _, id := range []string{"1", "2", "3"} {
 		n.send("a", "r", id, "{}")
 	}
-	if _, err := Submit(t.Context(), n.store, Input{Tenant: "d", Agent: "a", Run: "r", ID: "early", Type: "t", Data: []byte("{}"), DueUS: 1}); err != nil {
+	if _, err := Submit(t.Context(), n.store, Input{Tenant: "d", Agent: "a", Run: "r", ID: "early", Type: "t", Data: []byte("{}"), AtUS: 1}); err != nil {
 		t.Fatal(err)
 	}
 	n.settle()

@@ -123,7 +123,7 @@ func rewind(ctx context.Context, tx *sqlite.Tx, tenant, name string, to int64, r
 	status := map[agent.Next]string{agent.Done: "done", agent.Fail: "failed"}[agent.Next(next)]
 	wakeUS := any(nil)
 	if status == "" {
-		status, wakeUS = "ready", tx.NowUS
+		status, wakeUS = "ready", tx.SteadyUS
 	}
 	_, _, err = tx.Exec(ctx, `UPDATE run SET status = ?, wake_us = ?, claim = claim + 1, claim_step = NULL, claim_input = NULL, attempts = 0,
 		continues = 0, last_error = NULL, updated_us = ? WHERE id = ?`, status, wakeUS, tx.NowUS, run)
@@ -230,7 +230,7 @@ func rewindInbox(ctx context.Context, tx *sqlite.Tx, run int64, lineage []stretc
 			if err != nil {
 				return 0, 0, fmt.Errorf("give input of the kept lineage again: %w", err)
 			}
-			if err := wake(ctx, tx, in.run, max(in.dueUS, tx.NowUS)); err != nil {
+			if err := wake(ctx, tx, in.run, max(in.dueUS, tx.SteadyUS)); err != nil {
 				return 0, 0, err
 			}
 			restored++

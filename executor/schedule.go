@@ -89,7 +89,7 @@ func (e *Executor) scheduleAgent(ctx, steps context.Context, name string, p *poo
 		return 0, fmt.Errorf("list ready runs of agent %s: %w", name, err)
 	}
 	defer rows.Close()
-	pause, now := e.o.Poll, e.store.NowUS()
+	pause, now := e.o.Poll, e.store.SteadyUS()
 	hungry := false
 	for rows.Next() {
 		var id, wakeUS int64

@@ -55,7 +55,7 @@ func claimStep(ctx context.Context, tx *sqlite.Tx, run int64, hosted func(agent 
 		b.id, b.ulid, b.head_step + 1, b.head_lsn, b.event_lsn, b.tail_id, b.head_bytes, b.head_id,
 		c.branch, c.next, c.codec, c.base_id, c.state
 		FROM run r JOIN branch b ON b.id = r.live JOIN checkpoint c ON c.id = b.head_id
-		WHERE r.id = ? AND r.status IN ('ready', 'waiting') AND r.wake_us <= ?`, []any{run, tx.NowUS},
+		WHERE r.id = ? AND r.status IN ('ready', 'waiting') AND r.wake_us <= ?`, []any{run, tx.SteadyUS},
 		&c.tenant, &c.name, &c.agent, &c.no, &c.attempt, &c.continues, &c.lastError,
 		&c.head.Branch, &c.branch, &c.step, &c.head.LSN, &c.head.EventLSN, &c.head.TailID, &c.head.Bytes, &c.headID,
 		&checkpointBranch, &next, &codec, &base, &state)
@@ -144,10 +144,10 @@ func nextInput(ctx context.Context, tx *sqlite.Tx, run int64) (*claimedInput, in
 		if err != nil {
 			return nil, 0, fmt.Errorf("find next input: %w", err)
 		}
-		if due > tx.NowUS {
+		if due > tx.SteadyUS {
 			return nil, due, nil
 		}
-		if expires == 0 || expires > tx.NowUS {
+		if expires == 0 || expires > tx.SteadyUS {
 			in.Data = data
 			return &in, 0, nil
 		}
@@ -236,7 +236,7 @@ func commitStep(ctx context.Context, tx *sqlite.Tx, c *claim, e *effects, yield 
 	case e.next == agent.Continue && continues >= maxContinue:
 		resting = "paused"
 	case yield:
-		resting, wakeUS = "ready", tx.NowUS
+		resting, wakeUS = "ready", tx.SteadyUS
 	default:
 		if resting, wakeUS, err = follow(ctx, tx, after, e.next); err != nil {
 			return nil, err
@@ -319,7 +319,7 @@ func letGo(ctx context.Context, tx *sqlite.Tx, run, input int64) error {
 		}
 	}
 	_, _, err = tx.Exec(ctx, `UPDATE run SET status = 'ready', wake_us = ?, claim = claim + 1, claim_step = NULL, claim_input = NULL, attempts = 0,
-		last_error = NULL, updated_us = ? WHERE id = ?`, tx.NowUS, tx.NowUS, run)
+		last_error = NULL, updated_us = ? WHERE id = ?`, tx.SteadyUS, tx.NowUS, run)
 	if err != nil {
 		return fmt.Errorf("free run from input: %w", err)
 	}
@@ -378,14 +378,14 @@ func failStep(ctx context.Context, tx *sqlite.Tx, c *claim, v verdict) error {
 		return fmt.Errorf("set input aside: %w", err)
 	}
 	_, _, err = tx.Exec(ctx, "UPDATE run SET status = 'ready', wake_us = ?, claim_step = NULL, claim_input = NULL, attempts = 0, last_error = NULL WHERE id = ?",
-		tx.NowUS, c.run)
+		tx.SteadyUS, c.run)
 	return err
 }
 
 // giveBack puts a claimed step back untouched: the process stops.
 func giveBack(ctx context.Context, tx *sqlite.Tx, c *claim) error {
 	n, _, err := tx.Exec(ctx, `UPDATE run SET status = 'ready', wake_us = ?, updated_us = ?
-		WHERE id = ? AND live = ? AND claim = ? AND status = 'running'`, tx.NowUS, tx.NowUS, c.run, c.head.Branch, c.no)
+		WHERE id = ? AND live = ? AND claim = ? AND status = 'running'`, tx.SteadyUS, tx.NowUS, c.run, c.head.Branch, c.no)
 	if err == nil && n != 1 {
 		err = errFenced
 	}

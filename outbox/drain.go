@@ -274,7 +274,7 @@ func (o *Outbox) take(ctx context.Context, tenant string, c candidate, after *Cu
 	if p, ok := after.branches[c.id]; ok && p.lsn > from.lsn {
 		from = p
 	}
-	if from.lsn >= c.exportable || c.hold > o.store.NowUS() {
+	if from.lsn >= c.exportable || c.hold > o.store.SteadyUS() {
 		return nil, nil
 	}
 	if c.parent.Valid && max(c.parentShipped.Int64, after.branches[c.parent.Int64].lsn) < c.parentExportable.Int64 {
@@ -305,6 +305,9 @@ func (o *Outbox) take(ctx context.Context, tenant string, c candidate, after *Cu
 			&it.Correlation, &it.Causation, &it.Trace, &it.Topic, &it.Retain, &it.ToNode, &it.ToAgent, &it.ToRun, &it.InputID, &it.Hops,
 			&it.Expires, &it.Data); err != nil {
 			return nil, fmt.Errorf("read branch %s after %d: %w", c.ulid, from.lsn, err)
+		}
+		if it.Expires != 0 {
+			it.Expires = o.store.Wall(it.Expires)
 		}
 		items = append(items, it)
 	}

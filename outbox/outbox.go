@@ -64,7 +64,7 @@ const (
 
 // Append writes records after head, in order, with dense LSNs, and returns the new head. It belongs to the transaction
 // of the step that made them: the caller moves the branch's head to the returned one in the same transaction. From each
-// record it takes Kind, Type, Subject, Data, times, correlation, destination and expiry; LSN and PrevLSN are given here.
+// record it takes Kind, Type, Subject, Data, times, correlation, destination and expiry (in steady time); LSN and PrevLSN are given here.
 func Append(ctx context.Context, tx *sqlite.Tx, head Head, step int64, records []record.Record) (Head, error) {
 	for i := range records {
 		r := &records[i]
@@ -218,9 +218,9 @@ func (o *Outbox) Connected(ctx context.Context, fence int64) error {
 	})
 }
 
-// Expired says whether a record is too late to be sent. It is decided when it would be published.
+// Expired says whether a record that Drain gave is too late to be sent. It is decided when it would be published.
 func (o *Outbox) Expired(r *record.Record) bool {
-	return r.Expires != 0 && r.Expires <= o.store.NowUS()
+	return r.Expires != 0 && r.Expires <= o.store.Wall(o.store.SteadyUS())
 }
 
 // Watch tells a relay, before each of its writes, whether a rewind has passed. It holds one reading connection.

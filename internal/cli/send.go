@@ -54,7 +54,7 @@ An input with an --id counts once in its run, however often it is sent; the same
 		if c.Flags().Changed("id") && in.ID == "" {
 			return WithHint(Usagef("--id must not be empty"), "left out, it stands for a new one")
 		}
-		if in.DueUS, err = due(wait, at); err != nil {
+		if in.AtUS, err = due(wait, at); err != nil {
 			return err
 		}
 		if c.Flags().Changed("at") && at == "" {

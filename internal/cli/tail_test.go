@@ -34,7 +34,7 @@ func TestTailTellsEachThingOnce(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
-		exec("INSERT INTO agent (name, kind, first_us, last_us) VALUES ('a', 'go', 1, 1)")
+		exec("INSERT INTO agent (name, kind, hosted, first_us, last_us) VALUES ('a', 'go', 1, 1, 1)")
 		if _, err := executor.Submit(t.Context(), store, executor.Input{Tenant: "d", Agent: "a", Run: "r", Type: "t", Data: []byte("1"), Source: "cli"}); err != nil {
 			t.Fatal(err)
 		}

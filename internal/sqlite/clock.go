@@ -40,3 +40,9 @@ func (s *Store) NowUS() int64 {
 	}
 	return s.writer.clock.nowUS()
 }
+
+// SteadyUS is the Tx.SteadyUS that a transaction begun now would have.
+func (s *Store) SteadyUS() int64 { return s.NowUS() }
+
+// Wall is the wall clock's time, in microseconds, at a steady time, as the two stand to each other now.
+func (s *Store) Wall(steadyUS int64) int64 { return steadyUS }

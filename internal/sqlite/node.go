@@ -13,7 +13,7 @@ import (
 
 const (
 	nodeAppID   = 0x50535452 // PSTR
-	nodeVersion = 1          // of schema.sql
+	nodeVersion = 2          // of schema.sql
 )
 
 // Node is the identity of a node's database.
@@ -34,8 +34,8 @@ func NodeSchema(text, node string, path string) Schema {
 		if err != nil {
 			return err
 		}
-		_, _, err = tx.Exec(ctx, "INSERT INTO meta (id, node, epoch, client_id, boot, clock_us, commit_seq) VALUES (1, ?, ?, ?, ?, ?, 0)",
-			node, epoch, "postrider-"+node+"-"+rand.Text()[:10], bootID(), tx.NowUS)
+		_, _, err = tx.Exec(ctx, "INSERT INTO meta (id, node, epoch, client_id, boot, clock_us, up_us, steady_us, commit_seq) VALUES (1, ?, ?, ?, ?, ?, 0, ?, 0)",
+			node, epoch, "postrider-"+node+"-"+rand.Text()[:10], bootID(), tx.NowUS, tx.SteadyUS)
 		return err
 	}}
 }

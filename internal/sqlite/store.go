@@ -361,7 +361,7 @@ func fill(ctx context.Context, abs string, schema Schema, o Options) error {
 			return err
 		}
 		if schema.Init != nil {
-			tx := &Tx{conn: conn, stmts: map[string]*sql.Stmt{}, NowUS: o.now().UnixMicro()}
+			tx := &Tx{conn: conn, stmts: map[string]*sql.Stmt{}, NowUS: o.now().UnixMicro(), SteadyUS: o.now().UnixMicro(), WallUS: o.now().UnixMicro()}
 			if err := errors.Join(schema.Init(ctx, tx), tx.close()); err != nil {
 				return err
 			}

@@ -24,6 +24,9 @@ import (
 type Tx struct {
 	// NowUS is the recorded time of everything in this transaction, in microseconds; within one boot it never goes back.
 	NowUS int64
+	// SteadyUS is what everything scheduled is compared with: microseconds that go on at the machine's pace, whatever is
+	// done to the wall clock, also while no process runs. WallUS is what the wall clock says, for times that people give.
+	SteadyUS, WallUS int64
 
 	conn   *sql.Conn
 	stmts  map[string]*sql.Stmt
@@ -572,6 +575,7 @@ func (w *writer) begin() (seq int64, err error) {
 		[]any{w.clock.nowUS()}, &seq, &w.tx.NowUS)
 	if err == nil {
 		w.clock.saw(w.tx.NowUS)
+		w.tx.SteadyUS, w.tx.WallUS = w.tx.NowUS, w.tx.NowUS
 		_, _, err = w.tx.Exec(ctx, `INSERT INTO writer (id, commit_seq, at_us) VALUES (?, ?, ?)
 			ON CONFLICT (id) DO UPDATE SET commit_seq = excluded.commit_seq, at_us = excluded.at_us`, w.id, seq, w.tx.NowUS)
 	}
