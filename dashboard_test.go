@@ -16,6 +16,7 @@ import (
 	"postrider/fold"
 	"postrider/internal/agent"
 	"postrider/internal/kind"
+	"postrider/internal/mqtt"
 	"postrider/internal/record"
 	"postrider/internal/sqlite"
 	"postrider/outbox"
@@ -77,6 +78,7 @@ func realMetrics(t *testing.T) map[string]*metric {
 	node.MustRegister(box, executor.New(store, "n", map[string]agent.Agent{"counter": counter}, executor.Options{Metrics: node}))
 	dial := func(context.Context) (relay.Conn, error) { panic("nobody runs this relay") }
 	relay.New(box, record.Topics{}, dial, relay.Options{Metrics: node})
+	relay.NewReceiver(box, &record.Inlets{}, mqtt.Options{}, nil, relay.ReceiverOptions{Metrics: node})
 
 	other := &registry{prometheus.NewRegistry(), node.metrics} // another process
 	f, err := fold.Open(t.Context(), filepath.Join(dir, "f.db"), fold.Options{Metrics: other, Store: sqlite.Options{Create: true, Metrics: other}})

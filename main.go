@@ -54,6 +54,7 @@ func postrider() int {
 		app.Send(),
 		app.Runs(untilSignal[cli.Tail]),
 		app.Rewind(),
+		app.Inbox(),
 		app.Outbox(),
 		app.Fold(untilSignal(p.fold)),
 		app.Version(),
@@ -92,6 +93,7 @@ var endings = []struct {
 	{sqlite.ErrForeign, exitNotFound, "--db FILE names the database"},
 	{sqlite.ErrGone, exitNotFound, "put the file back and start again; what was sent meanwhile is lost"},
 	{sqlite.ErrNewer, exitNotFound, "use the version of postrider that wrote it, or a later one"},
+	{sqlite.ErrOlder, exitNotFound, "starting its node, or its fold, upgrades it"},
 	{demo.ErrBroken, exitFailure, "--keep leaves both databases to look into"},
 	{executor.ErrNotFound, exitNotFound, ""},
 	{fold.ErrNotFound, exitNotFound, ""},
@@ -196,6 +198,10 @@ func (p process) serve(ctx context.Context, n cli.Node) (err error) {
 	if err != nil {
 		return err
 	}
+	token, err := readToken(n.TokenFile)
+	if err != nil {
+		return err
+	}
 	web, err := p.listen(n.Listen)
 	if err != nil {
 		return err
@@ -246,11 +252,14 @@ func (p process) serve(ctx context.Context, n cli.Node) (err error) {
 	var g run.Group
 	web.check("store", func(ctx context.Context) (string, error) { return "", node.store.Health(ctx) })
 	notify := func() {}
+	var take relay.Receive // what becomes of what the relay receives; set below, before anything runs
+
 	shipping, shipped := context.WithCancel(context.WithoutCancel(ctx)) // ends when the relay has returned
 	defer shipped()
 	if !n.NoRelay {
-		r := node.relay(n.Broker, n.Topics, log, web.metrics)
-		web.check("relay", func(context.Context) (string, error) { return r.Health() })
+		r := node.relay(n.Broker, n.Topics, n.Inlets, func(ctx context.Context, in []record.Inbound) ([]record.Outcome, error) {
+			return take(ctx, in)
+		}, log, web)
 		notify = r.Notify
 		ctx, cancel := context.WithCancel(ctx)
 		g.Add(func() error { defer shipped(); return r.Run(ctx) }, func(error) { cancel() })
@@ -258,10 +267,25 @@ func (p process) serve(ctx context.Context, n cli.Node) (err error) {
 	{
 		e := executor.New(node.store, node.id.Name, agents.hosted(), executor.Options{
 			Workers: n.Workers, MaxAttempts: n.MaxAttempts, DeadLetter: n.DeadLetter, MaxContinue: n.MaxContinue, MaxRecord: n.MaxRecord,
-			Topics: n.Topics, Notify: notify, Logger: log, Metrics: web.metrics,
+			DedupWindow: n.DedupWindow, Routes: n.Routes, Topics: n.Topics, Notify: notify, Logger: log, Metrics: web.metrics,
 		})
 		web.metrics.MustRegister(e, outbox.New(node.store, node.id.Name))
 		web.check("executor", func(context.Context) (string, error) { return "", e.Health() })
+		web.inputs = &httpapi.Inputs{Node: inlet{node.store, e}, Token: token}
+		ready := false // take is called by one goroutine
+		take = func(ctx context.Context, in []record.Inbound) ([]record.Outcome, error) {
+			if !ready { // until the agents are written down, their inputs would be dead letters
+				if err := e.Health(); err != nil {
+					return nil, err
+				}
+				ready = true
+			}
+			out, err := executor.Receive(ctx, node.store, in)
+			if err == nil {
+				e.Wake()
+			}
+			return out, err
+		}
 		ctx, cancel := context.WithCancel(ctx)
 		g.Add(func() error { return errors.Join(e.Run(ctx), agents.close()) }, func(error) { cancel() })
 	}
@@ -312,10 +336,11 @@ func (p process) relay(ctx context.Context, o cli.Relay) (err error) {
 	p.app.Log.Info("relay runs", "node", id.Name, "db", o.DB, "broker", shown(o.Broker), "http", web.addr())
 	var g run.Group
 	g.Add(guard(ctx, store.Check))
-	r := node.relay(o.Broker, o.Topics, p.app.Log, web.metrics)
 	web.metrics.MustRegister(outbox.New(store, id.Name))
 	web.check("store", func(ctx context.Context) (string, error) { return "", store.Health(ctx) })
-	web.check("relay", func(context.Context) (string, error) { return r.Health() })
+	r := node.relay(o.Broker, o.Topics, o.Inlets, func(ctx context.Context, in []record.Inbound) ([]record.Outcome, error) {
+		return executor.Receive(ctx, store, in) // the node finds them by its poll
+	}, p.app.Log, web)
 	web.actor(&g)
 	ctx, cancel := context.WithCancel(ctx)
 	g.Add(func() error { return r.Run(ctx) }, func(error) { cancel() })
@@ -354,9 +379,46 @@ func (p process) fold(ctx context.Context, o cli.Fold) (err error) {
 	return g.Run()
 }
 
+// inlet is where inputs over HTTP go: into the store, and the executor looks for them at once.
+type inlet struct {
+	store    *sqlite.Store
+	executor *executor.Executor
+}
+
+func (i inlet) Submit(ctx context.Context, in executor.Input) (executor.Submitted, error) {
+	out, err := executor.Submit(ctx, i.store, in)
+	switch {
+	case err == nil:
+		i.executor.Wake()
+	case errors.Is(err, executor.ErrNotFound) && i.executor.Health() != nil: // perhaps it has not written down its agents yet
+		err = httpapi.ErrNotReady
+	}
+	return out, err
+}
+
+func (i inlet) FindInput(ctx context.Context, tenant, run, id string) (executor.InputInfo, error) {
+	return executor.FindInput(ctx, i.store, tenant, run, id)
+}
+
+// readToken reads the token of --token-file, nil for none.
+func readToken(file string) (*httpapi.Token, error) {
+	if file == "" {
+		return nil, nil
+	}
+	token, err := httpapi.ReadToken(file)
+	switch {
+	case errors.Is(err, os.ErrNotExist):
+		return nil, fmt.Errorf("--token-file: %w", err)
+	case err != nil:
+		return nil, cli.WithHint(cli.Usagef("--token-file: %w", err), "it has one line of at least 16 printable characters, and mode 0600 or 0640")
+	}
+	return token, nil
+}
+
 // web is what a process shows of itself over HTTP: the metrics of its parts, and checks of each of them.
 type web struct {
 	metrics *prometheus.Registry
+	inputs  *httpapi.Inputs // nil: it takes none
 	checks  []httpapi.Check
 	server  *httpapi.Server // nil: it shows nothing
 }
@@ -396,7 +458,7 @@ func (w *web) actor(g *run.Group) {
 		return
 	}
 	ctx, cancel := context.WithCancel(context.Background())
-	g.Add(func() error { return w.server.Run(ctx, w.metrics, w.checks...) }, func(error) { cancel() })
+	g.Add(func() error { return w.server.Run(ctx, w.metrics, w.inputs, w.checks...) }, func(error) { cancel() })
 }
 
 // close gives back the address of a process that ended before its group ran.
@@ -488,7 +550,8 @@ func (n *node) close() error {
 	return err
 }
 
-func (n *node) relay(broker string, topics record.Topics, log *slog.Logger, metrics prometheus.Registerer) *relay.Relay {
+// relay ships and forwards what leaves the node, and gives what comes for it to take.
+func (n *node) relay(broker string, topics record.Topics, in record.Inlets, take relay.Receive, log *slog.Logger, web *web) *relay.Relay {
 	o := mqtt.Options{Broker: broker, ClientID: n.id.ClientID}
 	dial := func(ctx context.Context) (relay.Conn, error) {
 		c, err := mqtt.Dial(ctx, o)
@@ -497,7 +560,16 @@ func (n *node) relay(broker string, topics record.Topics, log *slog.Logger, metr
 		}
 		return c, nil
 	}
-	return relay.New(outbox.New(n.store, n.id.Name), topics, dial, relay.Options{Logger: log.With("broker", shown(broker)), Metrics: metrics})
+	log = log.With("broker", shown(broker))
+	box := outbox.New(n.store, n.id.Name)
+	in.Node = n.id.Name
+	receiving := o
+	receiving.ClientID += "-in"
+	receiver := relay.NewReceiver(box, &in, receiving, take, relay.ReceiverOptions{Logger: log, Metrics: web.metrics})
+	r := relay.New(box, topics, dial, relay.Options{Logger: log, Metrics: web.metrics, Receiver: receiver, Forward: executor.NewForwarder(n.store, n.id).Forward})
+	web.check("relay", func(context.Context) (string, error) { return r.Health() })
+	web.check("inbound", func(context.Context) (string, error) { return receiver.Health() })
+	return r
 }
 
 // foldStore is an open fold database, and the lock of the one process that subscribes for it: two with one client id

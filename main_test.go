@@ -40,7 +40,11 @@ func TestMain(m *testing.M) {
 //	taken NAME               $NAME is 127.0.0.1 and a port that is taken until the script ends
 //	foreign FILE             makes an SQLite database that is not Postrider's
 //	newer FILE               makes FILE the work of a later version
-//	fetch DUR CODE RE URL    GET URL, asked again and again, answers CODE within DUR with RE in its body, which is $WORK/body then
+//	fetch DUR CODE RE URL [JSON [HEADER…]]
+//	                         GET URL, or POST of JSON to it, asked again and again, answers CODE within DUR with RE in its
+//	                         body, which is $WORK/body then; JSON '' is none, a HEADER is 'Name: value'
+//	publish ADDR TOPIC PAYLOAD
+//	                         sends a message to the broker at ADDR, which acknowledges it
 //	terminate                sends SIGTERM to all background commands
 func TestScript(t *testing.T) {
 	testscript.Run(t, testscript.Params{
@@ -55,7 +59,7 @@ func TestScript(t *testing.T) {
 			return err
 		},
 		Cmds: map[string]func(ts *testscript.TestScript, neg bool, args []string){
-			"exits": exits, "eventually": eventually, "free": free, "taken": taken, "foreign": foreign, "newer": newer, "fetch": fetch, "terminate": terminate,
+			"exits": exits, "eventually": eventually, "free": free, "taken": taken, "foreign": foreign, "newer": newer, "fetch": fetch, "publish": publish, "terminate": terminate,
 		},
 	})
 }
@@ -145,7 +149,7 @@ func fetch(ts *testscript.TestScript, _ bool, args []string) {
 	ctx, cancel := context.WithTimeout(context.Background(), limit)
 	defer cancel()
 	for last := ""; ; {
-		status, body, err := get(ctx, args[3])
+		status, body, err := ask(ctx, args[3], args[4:]...)
 		if err == nil && status == code && want.Match(body) {
 			ts.Check(os.WriteFile(ts.MkAbs("body"), body, 0o644))
 			return
@@ -163,10 +167,33 @@ func fetch(ts *testscript.TestScript, _ bool, args []string) {
 	}
 }
 
-func get(ctx context.Context, url string) (code int, body []byte, err error) {
+func publish(ts *testscript.TestScript, _ bool, args []string) {
+	c, err := mqtt.Dial(context.Background(), mqtt.Options{Broker: args[0], ClientID: "publish-" + filepath.Base(ts.Getenv("WORK"))})
+	ts.Check(err)
+	defer c.Close()
+	d := c.Publish(args[1], false, []byte(args[2]))
+	select {
+	case <-d.Done():
+		ts.Check(d.Error())
+	case <-time.After(20 * time.Second):
+		ts.Fatalf("no PUBACK for %s", args[1])
+	}
+}
+
+func ask(ctx context.Context, url string, more ...string) (code int, body []byte, err error) {
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
+	if len(more) > 0 && more[0] != "" {
+		req, err = http.NewRequestWithContext(ctx, http.MethodPost, url, strings.NewReader(more[0]))
+	}
 	if err != nil {
 		return 0, nil, err
+	}
+	if req.Method == http.MethodPost {
+		req.Header.Set("Content-Type", "application/json")
+	}
+	for _, header := range more[min(1, len(more)):] {
+		name, value, _ := strings.Cut(header, ": ")
+		req.Header.Set(name, value)
 	}
 	resp, err := http.DefaultClient.Do(req)
 	if err != nil {
@@ -279,7 +306,7 @@ var arrows = map[string][]string{
 	"internal/demo":      {"executor", "fold", "outbox", "relay", "internal/agent", "internal/devbroker", "internal/kind", "internal/mqtt", "internal/record", "internal/sqlite"},
 	"internal/devbroker": {},
 	"internal/mqtttest":  {},
-	"internal/httpapi":   {},
+	"internal/httpapi":   {"executor", "internal/record", "internal/sqlite"},
 }
 
 // onlyImporters are the packages that may import what is outside, where one package stands for one technology.

@@ -105,7 +105,7 @@ func TestReadmeNamesWhatExists(t *testing.T) {
 	})
 
 	app := &cli.App{Stdin: strings.NewReader(""), Stdout: io.Discard, Stderr: io.Discard}
-	root := app.Root(app.Demo(nil), app.Dev(nil), app.Serve(nil), app.Relay(nil), app.Send(), app.Runs(untilSignal[cli.Tail]), app.Rewind(),
+	root := app.Root(app.Demo(nil), app.Dev(nil), app.Serve(nil), app.Relay(nil), app.Send(), app.Runs(untilSignal[cli.Tail]), app.Rewind(), app.Inbox(),
 		app.Outbox(), app.Fold(nil), app.Version())
 	t.Run("commands", func(t *testing.T) {
 		table := section("Commands")

@@ -12,9 +12,10 @@ CREATE TABLE meta (
   node        TEXT    NOT NULL,                       -- unique in the fleet, fixed for the life of the file
   epoch       INTEGER NOT NULL CHECK (epoch > 0),     -- a restore starts a higher one
   client_id   TEXT    NOT NULL,                       -- of the publishing relay: the broker cuts an older session
-  boot        TEXT    NOT NULL,                       -- machine boot that clock_us belongs to
+  boot        TEXT    NOT NULL,                       -- machine boot that clock_us and up_us belong to; '': none yet
   clock_us    INTEGER NOT NULL,                       -- last recorded time; within one boot it never goes back
-  up_us       INTEGER NOT NULL,                       -- how long that boot lasted then, time asleep included
+  up_us       INTEGER NOT NULL,                       -- how long that boot had lasted then, time asleep included
+  wall_us     INTEGER NOT NULL,                       -- what the wall clock said then: the next boot measures by it how long the machine was off
   steady_us   INTEGER NOT NULL,                       -- time at the machine's pace, whatever is done to the wall clock; began as clock_us
   skip_us     INTEGER NOT NULL DEFAULT 0,             -- steady time that no process saw pass, beyond a day at a time; windows do not count it
   commit_seq  INTEGER NOT NULL,                       -- set by every transaction; tells whether an unknown COMMIT is in
@@ -67,6 +68,7 @@ CREATE TABLE run (
   claim_input INTEGER,                                -- inbox.id in hand; NULL: none
   claim_alone INTEGER CHECK (claim_alone IN (0, 1)),  -- nothing else was in hand in this process; NULL of a running one: it waits for its turn alone
   claim_boot  TEXT,                                   -- machine boot of the claim
+  alone_us    INTEGER,                                -- last turn alone after an unclean end: whose is longest ago comes first
   attempts    INTEGER NOT NULL DEFAULT 0,             -- failed ones of the step in hand
   continues   INTEGER NOT NULL DEFAULT 0,             -- steps without input in a row
   last_error  TEXT,
@@ -319,8 +321,9 @@ CREATE TABLE seen (
   run_name    TEXT    NOT NULL,
   input_id    TEXT    NOT NULL,
   hash        BLOB    NOT NULL,                       -- SHA-256 of agent, type and data
-  hops        INTEGER NOT NULL DEFAULT 0,
-  outcome     TEXT    CHECK (outcome IN ('handed-over','withdrawn','dead')),
+  input       INTEGER,                                -- inbox.id that it came with; NULL: from before schema 2
+  hops        INTEGER NOT NULL DEFAULT 0,             -- that it came with
+  outcome     TEXT    CHECK (outcome IN ('handed-over')), -- accepted again with more hops
   at_us       INTEGER NOT NULL,                       -- steady_us - skip_us: the window begins
   PRIMARY KEY (tenant, run_name, input_id)
 ) STRICT, WITHOUT ROWID;

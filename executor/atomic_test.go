@@ -41,7 +41,7 @@ func (n *node) inHand(t tester) *claim {
 		if err := tx.Get(ctx, "SELECT id FROM run WHERE name = 'r'", nil, &id); err != nil {
 			return err
 		}
-		c, err = claimStep(ctx, tx, id, n.hosted)
+		c, err = claimStep(ctx, tx, id, n.hosted, n.hand())
 		return err
 	})
 	if c == nil {
@@ -73,6 +73,16 @@ func (n *node) claimed(t tester) (*claim, *effects) {
 	t.Helper()
 	c := n.inHand(t)
 	return c, n.plan(c)
+}
+
+// paused has run r paused at its next step.
+func (n *node) paused() *claim {
+	n.t.Helper()
+	c, _ := n.claimed(n.t)
+	n.write(func(ctx context.Context, tx *sqlite.Tx) error {
+		return failStep(ctx, tx, c, verdict{reason: "x", status: "paused", countsAsOf: 5})
+	})
+	return c
 }
 
 // A fault before any statement of a transaction leaves nothing of it behind, and the same transaction then goes through
@@ -109,7 +119,44 @@ func TestFaultBetweenAnyTwoStatementsLeavesNothing(t *testing.T) {
 		},
 		"first input of a run": func(n *node) sqlite.Unit {
 			return func(ctx context.Context, tx *sqlite.Tx) error {
-				_, err := enqueue(ctx, tx, arrival{tenant: "d", run: "fresh", agent: "a", id: "x", explicit: true, typ: "t", source: "cli", data: []byte("{}")})
+				_, _, err := enqueue(ctx, tx, arrival{tenant: "d", run: "fresh", agent: "a", id: "x", explicit: true, typ: "t", source: "cli", data: []byte("{}")})
+				return err
+			}
+		},
+		"requeue": func(n *node) sqlite.Unit {
+			c, _ := n.claimed(n.t)
+			n.write(func(ctx context.Context, tx *sqlite.Tx) error {
+				return failStep(ctx, tx, c, verdict{reason: "x", status: "dead", countsAsOf: 5})
+			})
+			return func(ctx context.Context, tx *sqlite.Tx) error {
+				_, err := requeue(ctx, tx, "d", c.input.row, "test")
+				return err
+			}
+		},
+		"drop of the input in hand": func(n *node) sqlite.Unit {
+			c, _ := n.claimed(n.t)
+			return func(ctx context.Context, tx *sqlite.Tx) error {
+				_, err := drop(ctx, tx, "d", c.input.row, "test")
+				return err
+			}
+		},
+		"drop of the input it is paused at": func(n *node) sqlite.Unit {
+			c := n.paused()
+			return func(ctx context.Context, tx *sqlite.Tx) error {
+				_, err := drop(ctx, tx, "d", c.input.row, "test")
+				return err
+			}
+		},
+		"resume": func(n *node) sqlite.Unit {
+			n.paused()
+			return func(ctx context.Context, tx *sqlite.Tx) error {
+				_, err := resume(ctx, tx, "d", "r", "test")
+				return err
+			}
+		},
+		"reopen": func(n *node) sqlite.Unit {
+			return func(ctx context.Context, tx *sqlite.Tx) error {
+				_, err := reopen(ctx, tx, "d", "over", "test")
 				return err
 			}
 		},

@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"encoding/json"
 	"fmt"
-	"strconv"
 	"strings"
 	"time"
 	"unicode/utf8"
@@ -18,20 +17,23 @@ const (
 	maxRecords = 1000
 	maxBytes   = 8 << 20 // records of one step together
 	maxYear    = 9999
+	maxUS      = 253402300799_999999 // its end
 )
 
 // effects is what a step asked for, checked and turned into what its transaction writes.
 type effects struct {
-	state   []byte // nil: unchanged
-	records []record.Record
-	local   []arrival
-	cancel  []string
-	next    agent.Next
+	state    []byte // nil: unchanged
+	records  []record.Record
+	local    []arrival // commands: for runs here, or, routed, for elsewhere
+	occurred int64
+	cancel   []string
+	next     agent.Next
 }
 
 // limits are the bounds and routes that effects are checked against.
 type limits struct {
 	node      string
+	routes    map[string]Route
 	topics    record.Topics
 	maxRecord int
 	hosted    func(agent string) bool
@@ -40,7 +42,7 @@ type limits struct {
 // plan checks everything a step asked for, before its transaction, and names the field that is wrong. occurred is when
 // the agent answered, in microseconds; steady is the same in steady time.
 func (l limits) plan(c *claim, e agent.Effects, occurred, steady int64) (*effects, error) {
-	p := &effects{state: bytes.Clone(e.State), next: e.Next, cancel: e.Cancel}
+	p := &effects{state: bytes.Clone(e.State), next: e.Next, cancel: e.Cancel, occurred: occurred}
 	switch p.next {
 	case "":
 		p.next = agent.Wait
@@ -59,13 +61,7 @@ func (l limits) plan(c *claim, e agent.Effects, occurred, steady int64) (*effect
 	if n := len(e.Cancel); n > maxRecords {
 		return nil, fmt.Errorf("cancel: has %d ids; at most %d a step are allowed", n, maxRecords)
 	}
-	stamp := record.Record{Occurred: occurred}
-	if c.input != nil {
-		stamp.Causation, stamp.Correlation, stamp.Trace = c.input.ID, c.input.correlation, c.input.traceID
-		if stamp.Correlation == "" {
-			stamp.Correlation = c.input.ID
-		}
-	}
+	stamp := record.Record{Occurred: occurred, Correlation: c.cause.correlation, Causation: c.cause.causation, Trace: c.cause.trace}
 	for i, ev := range e.Events {
 		r := stamp
 		r.Kind, r.Type, r.Subject, r.Data = record.Event, ev.Type, ev.Subject, orNull(ev.Data)
@@ -85,8 +81,8 @@ func (l limits) plan(c *claim, e agent.Effects, occurred, steady int64) (*effect
 		if err := l.topics.CheckTopic(m.Topic); err != nil {
 			return nil, fmt.Errorf("messages[%d].topic: %w", i, err)
 		}
-		if m.ExpiresIn < 0 {
-			return nil, fmt.Errorf("messages[%d].expires_in: %s is negative", i, m.ExpiresIn)
+		if err := checkExpiry(occurred, m.ExpiresIn); err != nil {
+			return nil, fmt.Errorf("messages[%d].%w", i, err)
 		}
 		if len(m.Payload) > l.maxRecord {
 			return nil, fmt.Errorf("messages[%d]: payload has %d bytes; at most %d are allowed", i, len(m.Payload), l.maxRecord)
@@ -184,33 +180,28 @@ func (l limits) command(c *claim, p *effects, stamp record.Record, i int, cmd ag
 	if !cmd.At.IsZero() {
 		atUS = cmd.At.UnixMicro()
 	}
-	if cmd.ExpiresIn < 0 {
-		return fmt.Errorf("expires_in: %s is negative", cmd.ExpiresIn)
+	if err := checkExpiry(stamp.Occurred, cmd.ExpiresIn); err != nil {
+		return err
 	}
-	hops := int64(0)
-	if c.input != nil {
-		hops = c.input.hops
+	route, routed := l.routes[name]
+	away := remote && node != l.node
+	switch {
+	case away || l.hosted(name):
+	case !routed || route.Node == l.node:
+		return fmt.Errorf("agent: %s is not hosted here, and has no route and no node", name)
 	}
-	if here && !l.hosted(name) {
-		return fmt.Errorf("agent: %s is not hosted here, and has no node", name)
-	}
-	if here {
-		source := "/" + l.node + "/" + c.tenant + "/" + c.name + "/" + c.branch
-		if timer {
-			source = "timer"
-		}
-		p.local = append(p.local, arrival{tenant: c.tenant, run: run, agent: name, node: node, id: id, explicit: cmd.ID != "", typ: cmd.Type, source: source,
-			data: orNull(cmd.Data), in: cmd.In, atUS: atUS, expires: after(steady, cmd.ExpiresIn), hops: hops, correlation: stamp.Correlation,
-			causation: c.branch + "/" + strconv.FormatInt(c.step, 10), trace: stamp.Trace, createdBranch: c.head.Branch, createdStep: c.step, commandID: cmd.ID})
-		return nil
-	}
+	a := arrival{tenant: c.tenant, run: run, agent: name, node: node, id: id, explicit: cmd.ID != "", typ: cmd.Type,
+		source: "/" + l.node + "/" + c.tenant + "/" + c.name + "/" + c.branch, data: orNull(cmd.Data), in: cmd.In, atUS: atUS,
+		expires: after(steady, cmd.ExpiresIn), correlation: stamp.Correlation, causation: stamp.Causation,
+		trace: stamp.Trace, createdBranch: c.head.Branch, createdStep: c.step, commandID: cmd.ID, routed: away || !l.hosted(name)}
 	if timer {
-		return fmt.Errorf("in, at: a timer waits on its own node; %s is elsewhere", cmd.Agent)
+		a.source = "timer"
 	}
-	r := stamp
-	r.Kind, r.Type, r.Data = record.Command, cmd.Type, orNull(cmd.Data)
-	r.ToNode, r.ToAgent, r.ToRun, r.InputID, r.Hops, r.Expires = node, name, run, id, hops+1, after(steady, cmd.ExpiresIn)
-	p.records = append(p.records, r)
+	if away && !timer {
+		p.records = append(p.records, command(a, node, stamp.Occurred))
+	} else {
+		p.local = append(p.local, a)
+	}
 	return nil
 }
 
@@ -221,8 +212,21 @@ func checkDue(now int64, in time.Duration, at time.Time) error {
 		return fmt.Errorf("in: %s is negative", in)
 	case in > 0 && !at.IsZero():
 		return fmt.Errorf("at: excludes in")
-	case !at.IsZero() && (at.Year() > maxYear || at.Year() < 1970):
-		return fmt.Errorf("at: %d is not a year from 1970 to %d", at.Year(), maxYear)
+	case in > 0 && now > maxUS-in.Microseconds():
+		return fmt.Errorf("in: %s leads beyond the year %d", in, maxYear)
+	case !at.IsZero() && (at.UTC().Year() > maxYear || at.UTC().Year() < 1970):
+		return fmt.Errorf("at: %d is not a year from 1970 to %d", at.UTC().Year(), maxYear)
+	}
+	return nil
+}
+
+// checkExpiry refuses what is no time to expire in.
+func checkExpiry(now int64, in time.Duration) error {
+	switch {
+	case in < 0:
+		return fmt.Errorf("expires_in: %s is negative", in)
+	case now > maxUS-in.Microseconds():
+		return fmt.Errorf("expires_in: %s leads beyond the year %d", in, maxYear)
 	}
 	return nil
 }

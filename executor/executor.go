@@ -26,18 +26,21 @@ import (
 
 // Options of New; the zero value works.
 type Options struct {
-	Workers      int           // runs in hand at once; 0: 64
-	Poll         time.Duration // how often other processes' writes are looked for; 0: 200 ms
-	MaxAttempts  int           // failed attempts of one step; 0: 5
-	DeadLetter   bool          // after them, the input is set aside; default: the run is paused at it
-	BackoffMin   time.Duration // 0: 1 s
-	BackoffMax   time.Duration // 0: 5 min
-	StepDeadline time.Duration // hard limit of one attempt; 0: 15 min
-	MaxContinue  int64         // steps in a row without input; 0: 10,000
-	MaxRecord    int           // bytes of one record's data; 0: 256 KiB
-	Grace        time.Duration // at the end, for steps in hand, before their context ends; 0: 2 s
-	Topics       record.Topics // where messages may not go: the node's own topics
-	Notify       func()        // after a commit with records; must not block
+	Workers      int              // runs in hand at once; 0: 64
+	Poll         time.Duration    // how often other processes' writes are looked for; 0: 200 ms
+	MaxAttempts  int              // failed attempts of one step; 0: 5
+	DeadLetter   bool             // after them, the input is set aside; default: the run is paused at it
+	BackoffMin   time.Duration    // 0: 1 s
+	BackoffMax   time.Duration    // 0: 5 min
+	StepDeadline time.Duration    // hard limit of one attempt; 0: 15 min
+	MaxContinue  int64            // steps in a row without input; 0: 10,000
+	MaxRecord    int              // bytes of one record's data; 0: 256 KiB
+	Alone        time.Duration    // after an unclean end: how long turns alone begin, and the longest of one; 0: 1 min
+	Grace        time.Duration    // at the end, for steps in hand, before their context ends; 0: 2 s
+	DedupWindow  time.Duration    // how long ids are remembered; 0: 7 days
+	Routes       map[string]Route // by agent: where inputs go that this node has no agent for
+	Topics       record.Topics    // where messages may not go: the node's own topics
+	Notify       func()           // after a commit with records; must not block
 	Logger       *slog.Logger
 	Metrics      prometheus.Registerer // nil: none
 }
@@ -51,8 +54,12 @@ type Executor struct {
 	log    *slog.Logger
 	m      *metrics
 	bell   chan struct{}
-	ending atomic.Bool // those in hand let go after their step
-	turn   int         // which agent is looked at first
+	errand chan struct{} // the bell of runErrands
+	ending atomic.Bool   // those in hand let go after their step
+	turn   int           // which agent is looked at first
+	boot   string        // of the machine
+	clocks clocks        // of Run's loop
+	turns  turns         // of what a former process had in hand
 
 	looked atomic.Pointer[time.Time] // when runs were last looked for with success; nil: never
 
@@ -65,6 +72,7 @@ type Executor struct {
 // worker is a run in hand.
 type worker struct {
 	branch atomic.Int64 // that its steps belong to, always one; 0: no claim yet
+	turn   bool         // it has one step, alone
 	cancel context.CancelCauseFunc
 	pool   *pool
 }
@@ -92,8 +100,14 @@ func New(store *sqlite.Store, node string, agents map[string]agent.Agent, o Opti
 	if o.MaxContinue == 0 {
 		o.MaxContinue = 10_000
 	}
+	if o.DedupWindow == 0 {
+		o.DedupWindow = 7 * 24 * time.Hour
+	}
 	if o.MaxRecord == 0 {
 		o.MaxRecord = 256 << 10
+	}
+	if o.Alone == 0 {
+		o.Alone = time.Minute
 	}
 	if o.Grace == 0 {
 		o.Grace = 2 * time.Second
@@ -104,8 +118,8 @@ func New(store *sqlite.Store, node string, agents map[string]agent.Agent, o Opti
 	if o.Logger == nil {
 		o.Logger = slog.New(slog.DiscardHandler)
 	}
-	e := &Executor{store: store, node: node, agents: agents, o: o, log: o.Logger.With("component", "executor"),
-		m: newMetrics(o.Metrics, agents), bell: make(chan struct{}, 1), pools: map[string]*pool{}, unhosted: pool{slots: 1}, active: map[int64]*worker{}}
+	e := &Executor{store: store, node: node, agents: agents, o: o, log: o.Logger.With("component", "executor"), boot: store.Boot(),
+		m: newMetrics(o.Metrics, agents), bell: make(chan struct{}, 1), errand: make(chan struct{}, 1), pools: map[string]*pool{}, unhosted: pool{slots: 1}, active: map[int64]*worker{}}
 	for name, a := range agents {
 		e.pools[name] = &pool{slots: slotsOf(a, o.Workers)}
 	}
@@ -114,9 +128,11 @@ func New(store *sqlite.Store, node string, agents map[string]agent.Agent, o Opti
 
 // Wake has the executor look for ready runs now instead of at its next poll. It may be called from anywhere.
 func (e *Executor) Wake() {
-	select {
-	case e.bell <- struct{}{}:
-	default:
+	for _, bell := range []chan struct{}{e.bell, e.errand} {
+		select {
+		case bell <- struct{}{}:
+		default:
+		}
 	}
 }
 
@@ -147,6 +163,9 @@ func (e *Executor) Run(ctx context.Context) error {
 	if err := e.recover(ctx); err != nil {
 		return fmt.Errorf("start executor: %w", err)
 	}
+	if err := e.watchClocks(ctx); err != nil {
+		return fmt.Errorf("start executor: %w", err)
+	}
 	// Steps outlive ctx by the grace period.
 	steps, cancel := context.WithCancelCause(context.WithoutCancel(ctx))
 	defer cancel(errStopped)
@@ -155,6 +174,7 @@ func (e *Executor) Run(ctx context.Context) error {
 		e.ending.Store(true)
 		t := time.AfterFunc(e.o.Grace, func() { cancel(errStopped) })
 		defer t.Stop()
+		e.disclaim(context.WithoutCancel(ctx))
 		wg.Wait()
 	}()
 	box := outbox.New(e.store, e.node)
@@ -165,6 +185,7 @@ func (e *Executor) Run(ctx context.Context) error {
 	defer func() { watch.Close() }()
 	timer := time.NewTimer(0)
 	defer timer.Stop()
+	wg.Go(func() { e.runErrands(ctx) })
 	fence := false
 	var said time.Time
 	for {
@@ -186,6 +207,7 @@ func (e *Executor) Run(ctx context.Context) error {
 			fence, ferr = e.fence(ctx)
 			err = errors.Join(err, ferr)
 		}
+		err = errors.Join(err, e.watchClocks(ctx))
 		pause, serr := e.schedule(ctx, steps, &wg)
 		if err = errors.Join(err, serr); err == nil {
 			now := time.Now()
@@ -198,33 +220,13 @@ func (e *Executor) Run(ctx context.Context) error {
 	}
 }
 
-// recover registers the hosted agents and returns to the queue what a former process had in hand: a step that did not
-// commit has not happened.
-func (e *Executor) recover(ctx context.Context) error {
-	return e.store.Write(ctx, func(ctx context.Context, tx *sqlite.Tx) error {
-		for name := range e.agents {
-			_, _, err := tx.Exec(ctx, `INSERT INTO agent (name, kind, hosted, first_us, last_us) VALUES (?1, ?2, 1, ?3, ?3)
-				ON CONFLICT (name) DO UPDATE SET kind = ?2, hosted = 1, last_us = ?3`, name, kindOf(e.agents[name]), tx.NowUS)
-			if err != nil {
-				return fmt.Errorf("register agent %s: %w", name, err)
-			}
-			_, _, err = tx.Exec(ctx, "UPDATE run SET status = 'ready', wake_us = ?, updated_us = ? WHERE status = 'unhosted' AND agent = ?", tx.SteadyUS, tx.NowUS, name)
-			if err != nil {
-				return fmt.Errorf("find runs of agent %s: %w", name, err)
-			}
-		}
-		_, _, err := tx.Exec(ctx, "UPDATE run SET status = 'ready', wake_us = ?, updated_us = ? WHERE status = 'running'", tx.SteadyUS, tx.NowUS)
-		return err
-	})
-}
-
 func (e *Executor) hosted(name string) bool { return e.agents[name] != nil }
 
 // work decides and commits steps of one run until it rests, waits, ends or is fenced.
 func (e *Executor) work(ctx context.Context, run int64, w *worker) {
 	var c *claim
 	err := e.store.Write(ctx, func(ctx context.Context, tx *sqlite.Tx) (err error) {
-		c, err = claimStep(ctx, tx, run, e.hosted)
+		c, err = claimStep(ctx, tx, run, e.hosted, e.hand())
 		return err
 	})
 	for err == nil && c != nil {
@@ -277,7 +279,7 @@ func (e *Executor) step(ctx context.Context, c *claim, w *worker) (*claim, error
 	answer, aerr := e.ask(ctx, c, begin)
 	var plan *effects
 	if aerr == nil {
-		l := limits{node: e.node, topics: e.o.Topics, maxRecord: e.o.MaxRecord, hosted: e.hosted}
+		l := limits{node: e.node, routes: e.o.Routes, topics: e.o.Topics, maxRecord: e.o.MaxRecord, hosted: e.hosted}
 		if plan, aerr = l.plan(c, answer, e.store.NowUS(), e.store.SteadyUS()); aerr != nil {
 			aerr = fmt.Errorf("agent %s, step %d of %s/%s: invalid effects: %w", c.agent, c.step, c.tenant, c.name, aerr)
 		}
@@ -290,7 +292,8 @@ func (e *Executor) step(ctx context.Context, c *claim, w *worker) (*claim, error
 	switch {
 	case aerr == nil:
 		err = e.store.Write(commit, func(tctx context.Context, tx *sqlite.Tx) (err error) {
-			next, err = commitStep(tctx, tx, c, plan, w.pool.hungry.Load() || e.ending.Load() || ctx.Err() != nil, e.o.MaxContinue)
+			c.hand = e.hand()
+			next, err = commitStep(tctx, tx, c, plan, w.turn || w.pool.hungry.Load() || e.ending.Load() || ctx.Err() != nil, e.o.MaxContinue)
 			return err
 		})
 		if err == nil && len(plan.records)+len(plan.local) > 0 { // a command may start a run, and that is a record
@@ -307,8 +310,7 @@ func (e *Executor) step(ctx context.Context, c *claim, w *worker) (*claim, error
 	default:
 		v := e.judge(c, aerr)
 		outcome = v.status
-		log := e.log.With("tenant", c.tenant, "run", c.name, "agent", c.agent, "step", c.step, "attempt", c.attempt)
-		log.Warn("step failed", "err", aerr, "then", v.status)
+		e.stepLog(c).Warn("step failed", "err", aerr, "then", v.status)
 		err = e.store.Write(commit, func(ctx context.Context, tx *sqlite.Tx) error { return failStep(ctx, tx, c, v) })
 		if err == nil && v.status == "paused" {
 			e.o.Notify()
@@ -322,6 +324,10 @@ func (e *Executor) step(ctx context.Context, c *claim, w *worker) (*claim, error
 	e.m.steps.WithLabelValues(c.agent, outcome).Inc()
 	e.m.duration.Observe(time.Since(begin).Seconds())
 	return next, err
+}
+
+func (e *Executor) stepLog(c *claim) *slog.Logger {
+	return e.log.With("tenant", c.tenant, "run", c.name, "agent", c.agent, "step", c.step, "attempt", c.attempt)
 }
 
 // ask calls the agent. A panic is a failed attempt.
@@ -349,6 +355,12 @@ func (e *Executor) ask(ctx context.Context, c *claim, now time.Time) (_ agent.Ef
 	return answer, err
 }
 
+// The bounds of a busy agent's pause.
+const (
+	busyMin = 10 * time.Millisecond
+	busyMax = 24 * time.Hour
+)
+
 // judge turns an agent's error into what happens to its input.
 func (e *Executor) judge(c *claim, aerr error) verdict {
 	v := verdict{reason: cut(aerr.Error(), 4096), public: fmt.Sprintf("%d failed attempts", c.attempt), status: "waiting", countsAsOf: c.attempt}
@@ -363,7 +375,9 @@ func (e *Executor) judge(c *claim, aerr error) verdict {
 		if pause <= 0 {
 			pause = e.o.BackoffMin
 		}
-		v.wakeUS, v.countsAsOf = now+min(pause, 24*time.Hour).Microseconds(), c.attempt-1
+		// Bounded at both ends: it never counts, so it might ask all the time, and for a time that never comes.
+		pause = min(max(pause, min(busyMin, e.o.BackoffMin)), busyMax)
+		v.wakeUS, v.countsAsOf = now+pause.Microseconds(), c.attempt-1
 	case said != nil && said.Code == agent.Terminal:
 		v.status = "dead"
 	case c.attempt < int64(e.o.MaxAttempts):
@@ -379,11 +393,13 @@ func (e *Executor) judge(c *claim, aerr error) verdict {
 	return v
 }
 
-// backoff doubles from least with the attempt (from 1) up to most, with full jitter.
+// backoff doubles from least with the attempt (from 1) up to most, with full jitter: any pause up to that, but for the
+// shortest, so that nothing is tried again at once.
 func backoff(least, most time.Duration, attempt int64) time.Duration {
-	d := most
-	if n := attempt - 1; least <= most>>n { // so least<<n does not overflow
+	least = max(least, 1)
+	d := max(most, 1)
+	if n := max(attempt, 1) - 1; least <= d>>n { // so least<<n does not overflow
 		d = least << n
 	}
-	return rand.N(d) + 1
+	return max(rand.N(d)+1, min(least, d)/10)
 }

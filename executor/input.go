@@ -32,14 +32,17 @@ const maxInput = 8 << 20
 
 // Input is one message for an agent, from outside the steps.
 type Input struct {
-	Tenant, Agent string
-	Run           string // "": a new run, named by a ULID
-	ID            string // the sender's; "": a new one
-	Type          string
-	Data          []byte        // JSON; kept as it came
-	Source        string        // a CloudEvents source, or cli, http, mqtt:<topic>
-	In            time.Duration // due after
-	AtUS          int64         // due at, in microseconds since 1970 by the wall clock; excludes In; neither: now
+	Tenant string
+	Agent  string // NAME, or NAME@NODE for another node's
+	Run    string // "": a new run, named by a ULID
+	ID     string // the sender's; "": a new one
+	Type   string
+	Data   []byte        // JSON; kept as it came
+	Source string        // a CloudEvents source, or cli, http, mqtt:<topic>
+	In     time.Duration // due after
+	AtUS   int64         // due at, in microseconds since 1970 by the wall clock; excludes In; neither: now
+
+	Correlation, Causation, Trace string // "": none; without a correlation the id is it
 }
 
 // Submitted says where an input went.
@@ -48,11 +51,12 @@ type Submitted struct {
 	Run       string `json:"run"`
 	ID        string `json:"id"`
 	Duplicate bool   `json:"duplicate"` // the same input was stored before; nothing was changed
+	Row       int64  `json:"-"`         // inbox.id; 0 of a duplicate
 }
 
 // Submit stores an input durably and returns. It needs no running node: one that runs finds the input by its poll, or
-// at once when wake is called. Errors: ErrInvalid, ErrNotFound (an agent never hosted here), ErrConflict (the id with
-// other content, a run of another agent, a run that is over).
+// at once when its Wake is called. Errors: ErrInvalid, ErrNotFound (an agent that was never hosted here, and has no route
+// and no node), ErrConflict (the id with other content, a run of another agent, a run that is over).
 func Submit(ctx context.Context, store *sqlite.Store, in Input) (Submitted, error) {
 	if err := in.check(); err != nil {
 		return Submitted{}, err
@@ -65,18 +69,11 @@ func Submit(ctx context.Context, store *sqlite.Store, in Input) (Submitted, erro
 		in.Run = ulid.Make().String()
 	}
 	out := Submitted{Tenant: in.Tenant, Run: in.Run, ID: in.ID}
-	err := store.Write(ctx, func(ctx context.Context, tx *sqlite.Tx) error {
-		var one int
-		err := tx.Get(ctx, "SELECT 1 FROM agent WHERE name = ?", []any{in.Agent}, &one)
-		if errors.Is(err, sql.ErrNoRows) {
-			return fmt.Errorf("%w: agent %s was never hosted here", ErrNotFound, in.Agent)
-		}
-		if err != nil {
-			return fmt.Errorf("look up agent %s: %w", in.Agent, err)
-		}
-		out.Duplicate, err = enqueue(ctx, tx, arrival{
-			tenant: in.Tenant, run: in.Run, agent: in.Agent, id: in.ID, explicit: explicit, typ: in.Type, source: in.Source,
-			data: in.Data, in: in.In, atUS: in.AtUS,
+	agent, node, _ := strings.Cut(in.Agent, "@")
+	err := store.Write(ctx, func(ctx context.Context, tx *sqlite.Tx) (err error) {
+		out.Row, out.Duplicate, err = accept(ctx, tx, arrival{
+			tenant: in.Tenant, run: in.Run, agent: agent, node: node, id: in.ID, explicit: explicit, typ: in.Type, source: in.Source,
+			data: in.Data, in: in.In, atUS: in.AtUS, correlation: in.Correlation, causation: in.Causation, trace: in.Trace,
 		})
 		return err
 	})
@@ -87,32 +84,51 @@ func Submit(ctx context.Context, store *sqlite.Store, in Input) (Submitted, erro
 }
 
 func (in *Input) check() error {
-	for _, f := range []struct{ field, name string }{{"tenant", in.Tenant}, {"agent", in.Agent}} {
+	agent, node, remote := strings.Cut(in.Agent, "@")
+	for _, f := range []struct{ field, name string }{{"tenant", in.Tenant}, {"agent", agent}} {
 		if err := record.CheckName(f.name); err != nil {
-			return fmt.Errorf("%w %s: %w", ErrInvalid, f.field, err)
+			return &FieldError{f.field, err}
 		}
+	}
+	if err := record.CheckName(node); remote && err != nil {
+		return &FieldError{"agent", fmt.Errorf("its node %w", err)}
 	}
 	if in.Run != "" {
 		if err := record.CheckName(in.Run); err != nil {
-			return fmt.Errorf("%w run: %w", ErrInvalid, err)
+			return &FieldError{"run", err}
 		}
 	}
 	if in.ID != "" {
 		if in.Run == "" {
-			return fmt.Errorf("%w id: ids count within a run, and none is given", ErrInvalid)
+			return &FieldError{"id", errors.New("ids count within a run, and none is given")}
 		}
 		if err := checkID(in.ID); err != nil {
-			return fmt.Errorf("%w id: %w", ErrInvalid, err)
+			return &FieldError{"id", err}
 		}
 		if strings.HasPrefix(in.ID, idPrefix) {
-			return fmt.Errorf("%w id: %q starts with %s, which is kept for agents' commands", ErrInvalid, in.ID, idPrefix)
+			return &FieldError{"id", fmt.Errorf("%q starts with %s, which is kept for agents' commands", in.ID, idPrefix)}
 		}
 	}
 	if err := checkType(in.Type); err != nil {
-		return fmt.Errorf("%w type: %w", ErrInvalid, err)
+		return &FieldError{"type", err}
+	}
+	for _, f := range []struct{ field, s string }{{"correlation", in.Correlation}, {"causation", in.Causation}, {"traceparent", in.Trace}} {
+		if err := checkID(f.s); err != nil && f.s != "" {
+			return &FieldError{f.field, err}
+		}
 	}
 	if err := checkJSON(in.Data, maxInput); err != nil {
-		return fmt.Errorf("%w data: %w", ErrInvalid, err)
+		return &FieldError{"data", err}
+	}
+	switch now := time.Now().UnixMicro(); {
+	case in.In < 0:
+		return &FieldError{"in", fmt.Errorf("%s is negative", in.In)}
+	case in.In > 0 && in.AtUS != 0:
+		return &FieldError{"at", errors.New("excludes in")}
+	case in.In > 0 && now > maxUS-in.In.Microseconds():
+		return &FieldError{"in", fmt.Errorf("%s leads beyond the year %d", in.In, maxYear)}
+	case in.AtUS < 0 || in.AtUS > maxUS:
+		return &FieldError{"at", fmt.Errorf("%d microseconds is not a time from 1970 to %d", in.AtUS, maxYear)}
 	}
 	return nil
 }
@@ -171,6 +187,7 @@ type arrival struct {
 	createdBranch      int64 // by a step; 0: from outside
 	createdStep        int64
 	commandID          string
+	routed             bool // its agent is not hosted here: a step's command that may leave
 }
 
 // due is max(arrival, due) in steady time.
@@ -179,6 +196,14 @@ func (a *arrival) due(tx *sqlite.Tx) int64 {
 		return max(tx.SteadyUS, tx.SteadyUS+a.atUS-tx.WallUS)
 	}
 	return tx.SteadyUS + max(0, a.in.Microseconds())
+}
+
+// root is what the input and all that comes of it are found by: the sender's correlation, or its own id.
+func (a *arrival) root() string {
+	if a.correlation == "" {
+		return a.id
+	}
+	return a.correlation
 }
 
 // hash is the content that an id stands for: a second arrival with another hash is a conflict.
@@ -191,49 +216,89 @@ func (a *arrival) hash() []byte {
 	return h.Sum(nil)
 }
 
-// enqueue stores an input, making its run when it is the first, and wakes the run. An explicit id that was stored
-// before changes nothing: true when the content agrees, ErrConflict otherwise. An id counts as seen only with its input.
-func enqueue(ctx context.Context, tx *sqlite.Tx, a arrival) (duplicate bool, err error) {
-	if a.explicit {
-		n, _, err := tx.Exec(ctx, `INSERT INTO seen (tenant, run_name, input_id, hash, hops, at_us) VALUES (?, ?, ?, ?, ?, ?)
-			ON CONFLICT DO NOTHING`, a.tenant, a.run, a.id, a.hash(), a.hops, tx.NowUS)
-		if err != nil {
-			return false, fmt.Errorf("remember input %s: %w", a.id, err)
-		}
-		if n == 0 {
-			var hash []byte
-			err := tx.Get(ctx, "SELECT hash FROM seen WHERE tenant = ? AND run_name = ? AND input_id = ?", []any{a.tenant, a.run, a.id}, &hash)
-			if err != nil {
-				return false, fmt.Errorf("look up input %s: %w", a.id, err)
-			}
-			if string(hash) != string(a.hash()) {
-				return false, fmt.Errorf("%w: input id %q of run %s was used for other content", ErrConflict, a.id, a.run)
-			}
-			return true, nil
-		}
-	}
-	run, agent, status, err := findRun(ctx, tx, a.tenant, a.run)
-	if errors.Is(err, sql.ErrNoRows) {
-		run, err = startRun(ctx, tx, a.tenant, a.run, a.agent)
-		agent, status = a.agent, "idle"
-	}
+// accept stores an input where it belongs: at its run, which is made when this is its first input, or, for another node,
+// without a run, until it is due and handed over. An explicit id that was stored before changes nothing: duplicate when
+// the content agrees, ErrConflict otherwise. An id counts as seen only with its input. Errors: ErrNotFound (nobody knows
+// the agent), ErrConflict.
+func accept(ctx context.Context, tx *sqlite.Tx, a arrival) (row int64, duplicate bool, err error) {
+	to, err := placeOf(ctx, tx, a)
 	if err != nil {
-		return false, err
+		return 0, false, err
 	}
-	switch {
-	case agent != a.agent:
-		return false, fmt.Errorf("%w: run %s belongs to agent %s, not %s", ErrConflict, a.run, agent, a.agent)
-	case status == "done" || status == "failed":
-		return false, fmt.Errorf("%w: run %s is %s and takes no input", ErrConflict, a.run, status)
+	if to.here() {
+		return enqueue(ctx, tx, a)
 	}
-	if err := insertInput(ctx, tx, run, a, ""); err != nil {
-		return false, err
+	if a.node == "" { // behind those that wait at the run, and leave it together
+		var behind bool
+		err := tx.Get(ctx, `SELECT EXISTS (SELECT 1 FROM run r JOIN inbox i ON i.run = r.id WHERE r.tenant = ? AND r.name = ? AND r.agent = ?
+			AND i.consumed_branch IS NULL AND i.cancelled_branch IS NULL AND i.ended_us IS NULL)`, []any{a.tenant, a.run, a.agent}, &behind)
+		if err != nil {
+			return 0, false, fmt.Errorf("look up run %s: %w", a.run, err)
+		}
+		if behind {
+			return enqueue(ctx, tx, a)
+		}
 	}
-	return false, wake(ctx, tx, run, a.due(tx))
+	if fresh, err := lookUp(ctx, tx, a); err != nil || !fresh {
+		return 0, err == nil, err
+	}
+	if row, err = insertInput(ctx, tx, 0, a, ""); err != nil {
+		return 0, false, err
+	}
+	return row, false, remember(ctx, tx, a, row, "")
 }
 
-// insertInput adds the inbox row; with a reason it is a dead letter from the start.
-func insertInput(ctx context.Context, tx *sqlite.Tx, run int64, a arrival, deadReason string) error {
+// enqueue is accept for an input that belongs to a run of this node.
+func enqueue(ctx context.Context, tx *sqlite.Tx, a arrival) (row int64, duplicate bool, err error) {
+	if fresh, err := lookUp(ctx, tx, a); err != nil || !fresh {
+		return 0, err == nil, err
+	}
+	run, err := openRun(ctx, tx, a)
+	if err != nil {
+		return 0, false, err
+	}
+	if row, err = insertInput(ctx, tx, run, a, ""); err != nil {
+		return 0, false, err
+	}
+	if err := remember(ctx, tx, a, row, ""); err != nil {
+		return 0, false, err
+	}
+	return row, false, wake(ctx, tx, run, a.due(tx))
+}
+
+// openRun finds the run that takes an input, or makes it. ErrConflict: it takes no such input.
+func openRun(ctx context.Context, tx *sqlite.Tx, a arrival) (run int64, err error) {
+	run, agent, status, err := findRun(ctx, tx, a.tenant, a.run)
+	if errors.Is(err, sql.ErrNoRows) {
+		run, err = startRun(ctx, tx, a)
+		agent, status = a.agent, "idle"
+	}
+	switch {
+	case err != nil:
+		return 0, err
+	case agent != a.agent:
+		return 0, fmt.Errorf("%w: run %s belongs to agent %s, not %s", ErrConflict, a.run, agent, a.agent)
+	case status == "done" || status == "failed":
+		return 0, fmt.Errorf("%w: run %s is %s and takes no input", ErrConflict, a.run, status)
+	}
+	return run, nil
+}
+
+// deadLetter stores an input that nobody can take, at its run if there is one. The sender need not send it again.
+func deadLetter(ctx context.Context, tx *sqlite.Tx, a arrival, reason string) error {
+	run, _, _, err := findRun(ctx, tx, a.tenant, a.run)
+	if err != nil && !errors.Is(err, sql.ErrNoRows) {
+		return err
+	}
+	row, err := insertInput(ctx, tx, run, a, reason)
+	if err != nil {
+		return err
+	}
+	return remember(ctx, tx, a, row, "")
+}
+
+// insertInput adds the inbox row, with run 0 without a run; with a reason it is a dead letter from the start.
+func insertInput(ctx context.Context, tx *sqlite.Tx, run int64, a arrival, deadReason string) (row int64, err error) {
 	var ended, outcome, reason any
 	if deadReason != "" {
 		ended, outcome, reason = tx.NowUS, "dead", deadReason
@@ -242,15 +307,15 @@ func insertInput(ctx context.Context, tx *sqlite.Tx, run int64, a arrival, deadR
 	if a.createdBranch != 0 {
 		branch, step = a.createdBranch, a.createdStep
 	}
-	_, _, err := tx.Exec(ctx, `INSERT INTO inbox (run, tenant, run_name, agent, node, input_id, type, source, hops, correlation, causation, trace,
+	_, row, err = tx.Exec(ctx, `INSERT INTO inbox (run, tenant, run_name, agent, node, input_id, type, source, hops, correlation, causation, trace,
 		arrived_us, due_us, at_us, expires_us, created_branch, created_step, command_id, ended_us, outcome, reason, data)
 		VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)`,
-		run, a.tenant, a.run, a.agent, optional(a.node), a.id, a.typ, a.source, a.hops, optional(a.correlation), optional(a.causation), optional(a.trace),
+		optionalUS(run), a.tenant, a.run, a.agent, optional(a.node), a.id, a.typ, a.source, a.hops, optional(a.root()), optional(a.causation), optional(a.trace),
 		tx.NowUS, a.due(tx), optionalUS(a.atUS), optionalUS(a.expires), branch, step, optional(a.commandID), ended, outcome, reason, a.data)
 	if err != nil {
-		return fmt.Errorf("store input %s of run %s: %w", a.id, a.run, err)
+		return 0, fmt.Errorf("store input %s of run %s: %w", a.id, a.run, err)
 	}
-	return nil
+	return row, nil
 }
 
 // wake schedules a run at due at the latest, unless it is in hand, or waits out a pause after an error, or for a person.
@@ -271,9 +336,10 @@ func optional(s string) any {
 	return s
 }
 
-func optionalUS(us int64) any {
-	if us == 0 {
+// optionalUS is NULL for 0, a time that is not set, or a row that there is not.
+func optionalUS(n int64) any {
+	if n == 0 {
 		return nil
 	}
-	return us
+	return n
 }

@@ -23,7 +23,13 @@ import (
 
 func TestMain(m *testing.M) {
 	if path := os.Getenv("POSTRIDER_TEST_KILL"); path != "" {
+		if os.Getenv("POSTRIDER_TEST_KILL_WHAT") == "node" {
+			killedNode(path)
+		}
 		killedStep(path) // does not return
+	}
+	if path := os.Getenv("POSTRIDER_TEST_NODE"); path != "" {
+		childNode(path) // nor does this
 	}
 	// Each case commits some dozens of times; -rapid.checks on the command line asks for more of them.
 	if err := flag.Set("rapid.checks", "10"); err != nil {
@@ -45,6 +51,7 @@ type node struct {
 	t      tester
 	path   string
 	before func(query string) error // runs before each statement of a write
+	clocks sqlite.Clocks
 }
 
 func newNode(t *testing.T, agents map[string]agent.Agent, o Options) *node {
@@ -67,7 +74,7 @@ func (n *node) open(t *testing.T, agents map[string]agent.Agent, o Options) {
 			return nil
 		}
 		return n.before(q)
-	}), "n1", agents, o)
+	}, n.clocks), "n1", agents, o)
 	if err := n.recover(t.Context()); err != nil {
 		t.Fatal(err)
 	}
@@ -82,9 +89,16 @@ func (n *node) restart(t *testing.T, agents map[string]agent.Agent, o Options) {
 	n.open(t, agents, o)
 }
 
-func openStore(t *testing.T, path string, before func(query string) error) *sqlite.Store {
+func openStore(t *testing.T, path string, before func(query string) error, clocks ...sqlite.Clocks) *sqlite.Store {
 	t.Helper()
-	s, err := sqlite.Open(t.Context(), path, sqlite.NodeSchema(schemaText(), "n1", path), sqlite.Options{Create: true, BeforeStatement: before})
+	o := sqlite.Options{Create: true, BeforeStatement: before}
+	if len(clocks) > 0 {
+		o.Clocks = clocks[0]
+	}
+	if time.Now().Year() == 2000 && o.Clocks.Uptime == nil { // in a bubble, whose time is not the machine's
+		o.Clocks.Uptime = func() time.Duration { return time.Since(time.Unix(0, 0)) }
+	}
+	s, err := sqlite.Open(t.Context(), path, sqlite.NodeSchema(schemaText(), "n1", path), o)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -147,11 +161,18 @@ func (n *node) start(t *testing.T) (stop func()) {
 	return stop
 }
 
-// settle takes steps until no run has one that is due.
+// settle takes steps, and passes inputs on, until no run has one that is due. Turns alone come as they come.
 func (n *node) settle() {
 	n.t.Helper()
 	for range 10_000 {
-		rows, err := n.store.Reader().Query("SELECT id FROM run WHERE status IN ('ready', 'waiting') AND wake_us <= ? ORDER BY wake_us, id", n.store.NowUS())
+		for more := true; more; {
+			var err error
+			if more, err = n.passOn(context.Background()); err != nil {
+				n.t.Fatalf("pass on: %v", err)
+			}
+		}
+		rows, err := n.store.Reader().Query(`SELECT id FROM run WHERE status IN ('ready', 'waiting') AND wake_us <= ?
+			OR status = 'running' AND claim_alone IS NULL ORDER BY wake_us, id`, n.store.SteadyUS())
 		if err != nil {
 			n.t.Fatalf("%v", err)
 		}

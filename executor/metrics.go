@@ -7,6 +7,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 
 	"postrider/internal/agent"
+	"postrider/internal/record"
 )
 
 type metrics struct {
@@ -53,7 +54,7 @@ func (e *Executor) Collect(ch chan<- prometheus.Metric) {
 	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
 	defer cancel()
 	counts := map[string]int64{"idle": 0, "ready": 0, "running": 0, "waiting": 0, "paused": 0, "done": 0, "failed": 0, "unhosted": 0}
-	rows, err := e.store.Reader().QueryContext(ctx, "SELECT status, count(*) FROM run GROUP BY status")
+	rows, err := e.store.Reader().QueryContext(ctx, "SELECT iif(status = 'running' AND claim_alone IS NULL, 'ready', status), count(*) FROM run WHERE name <> ? GROUP BY 1", record.NodeRun)
 	if err != nil {
 		ch <- prometheus.NewInvalidMetric(descRuns, err)
 		return

@@ -17,9 +17,11 @@ import (
 // The model: runs, lines of history and inputs without a database, by the rules of rewind.
 type (
 	mRun struct {
-		name  string
-		live  *mLine
-		lines []*mLine
+		name     string
+		live     *mLine
+		lines    []*mLine
+		claimed  *mInput // by a process that died, or by the present one
+		attempts int64   // that ended the process
 	}
 	mLine struct {
 		run                            *mRun
@@ -120,6 +122,13 @@ func (m *model) pending(r *mRun) (list []*mInput) {
 	return list
 }
 
+// letGo frees a run from an input that it had in hand.
+func (r *mRun) letGo(in *mInput) {
+	if r.claimed == in {
+		r.claimed, r.attempts = nil, 0
+	}
+}
+
 func (m *model) step(r *mRun) {
 	list := m.pending(r)
 	if len(list) == 0 || list[0].timer {
@@ -128,10 +137,12 @@ func (m *model) step(r *mRun) {
 	in, l := list[0], r.live
 	at := &mPlace{l, l.fork + len(l.steps) + 1}
 	in.consumed = at
+	r.letGo(r.claimed)
 	for _, id := range in.script.Cancel {
 		for _, other := range m.inputs {
 			if other.pending() && other.created != nil && other.created.line.run == r && fmt.Sprintf("%q", other.command) == id {
 				other.cancelled = at
+				other.run.letGo(other)
 			}
 		}
 	}
@@ -180,6 +191,7 @@ func (m *model) rewind(t *rapid.T, r *mRun, to int) {
 		if in.created != nil && abandoned(in.created) && !(in.consumed != nil && in.consumed.on()) {
 			delete(m.seen, in.run.name+" "+in.id)
 			if in.consumed == nil {
+				in.run.letGo(in)
 				continue
 			}
 		}
@@ -194,6 +206,7 @@ func (m *model) rewind(t *rapid.T, r *mRun, to int) {
 		kept = append(kept, in)
 	}
 	m.inputs = kept
+	r.letGo(r.claimed)
 }
 
 func (m *model) check(t *rapid.T) {
@@ -207,6 +220,9 @@ func (m *model) check(t *rapid.T) {
 		if string(d.State) != want || d.LSN != r.live.lsn || int(d.Step) != len(steps) || int(d.Gen) != len(r.lines) {
 			t.Fatalf("run %s: state %s, LSN %d, step %d, gen %d; want state %s, LSN %d, step %d, gen %d",
 				r.name, d.State, d.LSN, d.Step, d.Gen, want, r.live.lsn, len(steps), len(r.lines))
+		}
+		if d.Attempts != r.attempts {
+			t.Fatalf("run %s: %d attempts, want %d", r.name, d.Attempts, r.attempts)
 		}
 		has := m.n.stepInputs(r.name)
 		if !slices.EqualFunc(has, steps, func(id string, s mStep) bool { return strings.HasSuffix(id, s.input) }) {
@@ -285,7 +301,9 @@ func (m *model) ship(t *rapid.T, acked bool) {
 // Whatever is sent, decided, crashed, shipped and rewound: states, inputs and exported lineages are those of the model.
 func TestExecutorAgreesWithItsModel(t *testing.T) {
 	agents := one(agent.Func(scripted))
-	n := newNode(t, agents, quick)
+	o := quick
+	o.MaxAttempts = 1e6 // ends of the process pause no run
+	n := newNode(t, agents, o)
 	n.ending.Store(true) // one step at a time
 	cases := 0
 	rapid.Check(t, func(t1 *rapid.T) {
@@ -305,7 +323,7 @@ func TestExecutorAgreesWithItsModel(t *testing.T) {
 		}
 		run := func(t *rapid.T) *mRun { return m.runs[rapid.IntRange(0, 2).Draw(t, "run")] }
 		take := func(r *mRun) {
-			id, err := runID(n, r.name)
+			id, err := runByName(n, r.name)
 			if err != nil {
 				t1.Fatal(err)
 			}
@@ -313,7 +331,7 @@ func TestExecutorAgreesWithItsModel(t *testing.T) {
 			m.step(r)
 		}
 		crash := func() {
-			n.restart(t, agents, quick)
+			n.restart(t, agents, o)
 			n.ending.Store(true)
 		}
 		t1.Repeat(map[string]func(*rapid.T){
@@ -339,15 +357,28 @@ func TestExecutorAgreesWithItsModel(t *testing.T) {
 			"step":  func(t *rapid.T) { take(run(t)) },
 			"steps": func(t *rapid.T) { r := run(t); take(r); take(r); take(r) },
 			"crash": func(*rapid.T) { crash() },
-			"crash in a step": func(t *rapid.T) {
-				id, err := runID(n, run(t).name)
-				if err != nil {
-					t.Fatal(err)
+			"crash in steps": func(t *rapid.T) {
+				boot := rapid.SampledFrom([]string{n.boot, n.boot, "before"}).Draw(t, "boot")
+				var inHand []*mRun
+				alone := false // the last one in hand
+				for _, r := range m.runs[:rapid.IntRange(1, 3).Draw(t, "in hand")] {
+					h := hand{rapid.Bool().Draw(t, "alone"), boot}
+					id, err := runByName(n, r.name)
+					if err != nil {
+						t.Fatal(err)
+					}
+					n.write(func(ctx context.Context, tx *sqlite.Tx) error {
+						_, err := claimStep(ctx, tx, id, n.hosted, h)
+						return err
+					})
+					if list := m.pending(r); len(list) > 0 && !list[0].timer {
+						r.claimed = list[0]
+						inHand, alone = append(inHand, r), h.alone
+					}
 				}
-				n.write(func(ctx context.Context, tx *sqlite.Tx) error {
-					_, err := claimStep(ctx, tx, id, n.hosted)
-					return err
-				})
+				if len(inHand) == 1 && alone && boot == n.boot {
+					inHand[0].attempts++
+				}
 				crash()
 			},
 			"ship":     func(t *rapid.T) { m.ship(t, true) },

@@ -10,6 +10,7 @@ import (
 	"postrider/internal/agent"
 	"postrider/internal/record"
 	"postrider/internal/sqlite"
+	"postrider/outbox"
 )
 
 // Rewound says what a rewind did.
@@ -62,7 +63,7 @@ func Rewind(ctx context.Context, store *sqlite.Store, tenant, name string, to in
 
 func rewind(ctx context.Context, tx *sqlite.Tx, tenant, name string, to int64, reason string) (Rewound, error) {
 	run, _, _, err := findRun(ctx, tx, tenant, name)
-	if errors.Is(err, sql.ErrNoRows) {
+	if errors.Is(err, sql.ErrNoRows) || name == record.NodeRun { // which is no run, and is never rewound
 		return Rewound{}, fmt.Errorf("%w: tenant %s has no run %s", ErrNotFound, tenant, name)
 	}
 	if err != nil {
@@ -107,6 +108,13 @@ func rewind(ctx context.Context, tx *sqlite.Tx, tenant, name string, to int64, r
 	}
 	if out.Restored, out.Removed, err = rewindInbox(ctx, tx, run, lineage, at, to); err != nil {
 		return Rewound{}, err
+	}
+	for _, s := range lineage[:at+1] { // what they had handed over
+		n, err := outbox.WithholdCreated(ctx, tx, s.branch, max(s.from, to), s.to)
+		if err != nil {
+			return Rewound{}, err
+		}
+		out.Withheld += n
 	}
 
 	opened := record.BranchOpened{Parent: holder.ulid, ForkStep: to, ForkLSN: lsn, Reason: reason}
@@ -174,7 +182,7 @@ func liveLineage(ctx context.Context, tx *sqlite.Tx, run int64) ([]stretch, erro
 func rewindInbox(ctx context.Context, tx *sqlite.Tx, run int64, lineage []stretch, at int, to int64) (restored, removed int64, err error) {
 	for _, s := range lineage[:at+1] {
 		// Created by them: never existed, unless a step that stands consumed it.
-		created, err := trace(ctx, tx, `SELECT id, run, due_us, COALESCE(consumed_branch, 0), COALESCE(consumed_step, 0) FROM inbox
+		created, err := trace(ctx, tx, `SELECT id, COALESCE(run, 0), due_us, COALESCE(consumed_branch, 0), COALESCE(consumed_step, 0) FROM inbox
 			WHERE created_branch = ? AND created_step > ? AND created_step <= ? ORDER BY created_step, id`, s.branch, max(s.from, to), s.to)
 		if err != nil {
 			return 0, 0, err
@@ -211,12 +219,12 @@ func rewindInbox(ctx context.Context, tx *sqlite.Tx, run int64, lineage []stretc
 		consumed, err := trace(ctx, tx, `WITH RECURSIVE walk (prev_id, step, input) AS (
 			SELECT c.prev_id, c.step, c.input FROM branch b JOIN checkpoint c ON c.id = b.head_id AND c.branch = b.id WHERE b.id = ?1
 			UNION ALL SELECT c.prev_id, c.step, c.input FROM walk w JOIN checkpoint c ON c.id = w.prev_id WHERE c.step > ?2)
-			SELECT i.id, i.run, i.due_us, COALESCE(i.created_branch, 0), COALESCE(i.created_step, 0) FROM walk w JOIN inbox i ON i.id = w.input
+			SELECT i.id, COALESCE(i.run, 0), i.due_us, COALESCE(i.created_branch, 0), COALESCE(i.created_step, 0) FROM walk w JOIN inbox i ON i.id = w.input
 			WHERE w.step > ?2 AND i.consumed_branch = ?1 AND i.consumed_step = w.step`, s.branch, max(s.from, to))
 		if err != nil {
 			return 0, 0, err
 		}
-		cancelled, err := trace(ctx, tx, `SELECT id, run, due_us, COALESCE(created_branch, 0), COALESCE(created_step, 0) FROM inbox
+		cancelled, err := trace(ctx, tx, `SELECT id, COALESCE(run, 0), due_us, COALESCE(created_branch, 0), COALESCE(created_step, 0) FROM inbox
 			WHERE cancelled_branch = ? AND cancelled_step > ? ORDER BY id`, s.branch, max(s.from, to))
 		if err != nil {
 			return 0, 0, err
@@ -245,15 +253,11 @@ func onLiveLineage(ctx context.Context, tx *sqlite.Tx, run, branch, step int64) 
 	return slices.ContainsFunc(lineage, func(s stretch) bool { return s.branch == branch && step <= s.to }), err
 }
 
-// forget makes an input's id usable again. Only the input that brought the id in has its content; a dead letter for
-// other content under the id of a former input leaves that one alone.
+// forget makes an input's id usable again. A dead letter for other content under the id of a former input leaves that one
+// alone.
 func forget(ctx context.Context, tx *sqlite.Tx, input int64) error {
-	var a arrival
-	err := tx.Get(ctx, "SELECT tenant, run_name, input_id, agent, type, data FROM inbox WHERE id = ?", []any{input},
-		&a.tenant, &a.run, &a.id, &a.agent, &a.typ, &a.data)
-	if err == nil {
-		_, _, err = tx.Exec(ctx, "DELETE FROM seen WHERE tenant = ? AND run_name = ? AND input_id = ? AND hash = ?", a.tenant, a.run, a.id, a.hash())
-	}
+	_, _, err := tx.Exec(ctx, `DELETE FROM seen WHERE (tenant, run_name, input_id) = (SELECT tenant, run_name, input_id FROM inbox WHERE id = ?1)
+		AND input = ?1`, input)
 	if err != nil {
 		return fmt.Errorf("forget input of an abandoned step: %w", err)
 	}

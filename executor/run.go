@@ -21,9 +21,10 @@ func findRun(ctx context.Context, tx *sqlite.Tx, tenant, name string) (id int64,
 	return id, agent, status, err
 }
 
-// startRun makes a run with its root branch, its step 0 (state null) and its first record, postrider.run.started. Gens
+// startRun makes the run of its first input, with its root branch, its step 0 (state null) and its first record, postrider.run.started. Gens
 // go on where a removed run of that name stopped, so that consumers take the new one for the later.
-func startRun(ctx context.Context, tx *sqlite.Tx, tenant, name, agentName string) (id int64, err error) {
+func startRun(ctx context.Context, tx *sqlite.Tx, a arrival) (id int64, err error) {
+	tenant, name, agentName := a.tenant, a.run, a.agent
 	var gens int64
 	err = tx.Get(ctx, "SELECT gens FROM tombstone WHERE tenant = ? AND name = ?", []any{tenant, name}, &gens)
 	if err != nil && !errors.Is(err, sql.ErrNoRows) {
@@ -34,7 +35,8 @@ func startRun(ctx context.Context, tx *sqlite.Tx, tenant, name, agentName string
 	if err != nil {
 		return 0, fmt.Errorf("start run %s: %w", name, err)
 	}
-	started := record.Record{Kind: record.Event, Type: record.TypeRunStarted, Data: []byte(`{"agent":"` + agentName + `"}`), Occurred: tx.NowUS}
+	started := record.Record{Kind: record.Event, Type: record.TypeRunStarted, Data: []byte(`{"agent":"` + agentName + `"}`), Occurred: tx.NowUS,
+		Correlation: a.root(), Causation: a.id, Trace: a.trace}
 	head, err := openBranch(ctx, tx, branchStart{run: id, tenant: tenant}, started)
 	if err != nil {
 		return 0, fmt.Errorf("start run %s: %w", name, err)
@@ -61,8 +63,9 @@ type branchStart struct {
 	reason     string
 }
 
-// openBranch makes a branch with the next gen of its run, appends its first record and makes it live.
-func openBranch(ctx context.Context, tx *sqlite.Tx, at branchStart, first record.Record) (outbox.Head, error) {
+// openBranch makes a branch with the next gen of its run, appends its first record and makes it live. Only ~node begins
+// without one.
+func openBranch(ctx context.Context, tx *sqlite.Tx, at branchStart, first ...record.Record) (outbox.Head, error) {
 	var epoch, gen int64
 	err := tx.Get(ctx, "UPDATE run SET gens = gens + 1 WHERE id = ? RETURNING gens, (SELECT epoch FROM meta WHERE id = 1)", []any{at.run}, &gen, &epoch)
 	if err != nil {
@@ -80,8 +83,10 @@ func openBranch(ctx context.Context, tx *sqlite.Tx, at branchStart, first record
 		return outbox.Head{}, fmt.Errorf("open branch: %w", err)
 	}
 	head := outbox.Head{Branch: id, LSN: at.lsn, EventLSN: at.eventLSN}
-	if head, err = appendTo(ctx, tx, head, at.step, []record.Record{first}); err != nil {
-		return outbox.Head{}, err
+	if len(first) > 0 {
+		if head, err = appendTo(ctx, tx, head, at.step, first); err != nil {
+			return outbox.Head{}, err
+		}
 	}
 	if _, _, err := tx.Exec(ctx, "UPDATE run SET live = ? WHERE id = ?", id, at.run); err != nil {
 		return outbox.Head{}, fmt.Errorf("open branch: %w", err)

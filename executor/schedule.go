@@ -45,6 +45,11 @@ const (
 func (e *Executor) schedule(ctx, steps context.Context, wg *sync.WaitGroup) (time.Duration, error) {
 	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
 	defer cancel()
+	if e.turns.on {
+		if pause, err := e.takeTurn(ctx, steps, wg); err != nil || e.turns.on {
+			return pause, err
+		}
+	}
 	names, err := e.known(ctx)
 	if err != nil {
 		return e.o.Poll, err
@@ -119,7 +124,7 @@ func (e *Executor) start(steps context.Context, run int64, p *pool, wg *sync.Wai
 		return false
 	}
 	ctx, cancel := context.WithCancelCause(steps)
-	w := &worker{cancel: cancel, pool: p}
+	w := &worker{cancel: cancel, pool: p, turn: e.turns.on}
 	e.active[run] = w
 	p.active++
 	wg.Go(func() {

@@ -1,10 +1,12 @@
 package executor
 
 import (
+	"cmp"
 	"context"
 	"database/sql"
 	"errors"
 	"fmt"
+	"slices"
 
 	"postrider/internal/agent"
 	"postrider/internal/record"
@@ -22,6 +24,7 @@ type claim struct {
 	tenant, name  string
 	agent         string
 	no            int64 // run.claim
+	hand                // at the claim; while the step commits, at that of the next one
 	branch        string
 	step, attempt int64
 	state         []byte
@@ -29,11 +32,17 @@ type claim struct {
 	headID        int64 // the checkpoint before this step; its branch's if ownHead
 	ownHead       bool
 	head          outbox.Head
+	turn          bool          // after an unclean end, alone
 	input         *claimedInput // nil: a step after next: continue
+	cause         cause         // of what the step makes: its input, or the last one before it
 	continues     int64
 	lastError     string
 	startedUS     int64
 }
+
+// cause is what a record or an input is found by: what it goes back to in the end, what it was made of, and a W3C
+// traceparent.
+type cause struct{ correlation, causation, trace string }
 
 type claimedInput struct {
 	row int64 // inbox.id
@@ -44,19 +53,20 @@ type claimedInput struct {
 }
 
 // claimStep takes the next step of a run in hand: a continue, or the first due input. No claim is returned when there
-// is nothing to do; the run then waits for its next timer, or is idle. hosted says whether its agent is here.
-func claimStep(ctx context.Context, tx *sqlite.Tx, run int64, hosted func(agent string) bool) (*claim, error) {
-	c := claim{run: run}
+// is nothing to do; the run then waits for its next timer, or is idle. hosted says whether its agent is here. A run that
+// waits for its turn alone may be claimed at any time: when that is, its caller knows.
+func claimStep(ctx context.Context, tx *sqlite.Tx, run int64, hosted func(agent string) bool, h hand) (*claim, error) {
+	c := claim{run: run, hand: h}
 	var next string
 	var codec int64
 	var base, checkpointBranch sql.NullInt64
 	var state []byte
-	err := tx.Get(ctx, `SELECT r.tenant, r.name, r.agent, r.claim + 1, r.attempts + 1, r.continues, COALESCE(r.last_error, ''),
+	err := tx.Get(ctx, `SELECT r.tenant, r.name, r.agent, r.claim + 1, r.attempts + 1, r.continues, COALESCE(r.last_error, ''), r.status = 'running',
 		b.id, b.ulid, b.head_step + 1, b.head_lsn, b.event_lsn, b.tail_id, b.head_bytes, b.head_id,
 		c.branch, c.next, c.codec, c.base_id, c.state
 		FROM run r JOIN branch b ON b.id = r.live JOIN checkpoint c ON c.id = b.head_id
-		WHERE r.id = ? AND r.status IN ('ready', 'waiting') AND r.wake_us <= ?`, []any{run, tx.SteadyUS},
-		&c.tenant, &c.name, &c.agent, &c.no, &c.attempt, &c.continues, &c.lastError,
+		WHERE r.id = ? AND (r.status IN ('ready', 'waiting') AND r.wake_us <= ? OR r.status = 'running' AND r.claim_alone IS NULL)`,
+		[]any{run, tx.SteadyUS}, &c.tenant, &c.name, &c.agent, &c.no, &c.attempt, &c.continues, &c.lastError, &c.turn,
 		&c.head.Branch, &c.branch, &c.step, &c.head.LSN, &c.head.EventLSN, &c.head.TailID, &c.head.Bytes, &c.headID,
 		&checkpointBranch, &next, &codec, &base, &state)
 	if errors.Is(err, sql.ErrNoRows) {
@@ -66,6 +76,9 @@ func claimStep(ctx context.Context, tx *sqlite.Tx, run int64, hosted func(agent 
 		return nil, fmt.Errorf("claim run %d: %w", run, err)
 	}
 	if !hosted(c.agent) {
+		if gone, err := detach(ctx, tx, run, arrival{tenant: c.tenant, run: c.name, agent: c.agent}); err != nil || gone {
+			return nil, err
+		}
 		_, _, err := tx.Exec(ctx, "UPDATE run SET status = 'unhosted', wake_us = NULL, updated_us = ? WHERE id = ?", tx.NowUS, run)
 		return nil, err
 	}
@@ -75,6 +88,11 @@ func claimStep(ctx context.Context, tx *sqlite.Tx, run int64, hosted func(agent 
 		c.stateID = base.Int64
 		if err := tx.Get(ctx, "SELECT state FROM checkpoint WHERE id = ?", []any{c.stateID}, &c.state); err != nil {
 			return nil, fmt.Errorf("load state of run %s: %w", c.name, err)
+		}
+	}
+	if agent.Next(next) == agent.Continue {
+		if c.cause, err = lastCause(ctx, tx, c.headID); err != nil {
+			return nil, err
 		}
 	}
 	return take(ctx, tx, &c, agent.Next(next))
@@ -91,8 +109,9 @@ func take(ctx context.Context, tx *sqlite.Tx, c *claim, next agent.Next) (*claim
 			resting, wakeUS, tx.NowUS, c.run)
 		return nil, err
 	}
-	_, _, err = tx.Exec(ctx, `UPDATE run SET status = 'running', claim = ?, claim_step = ?, claim_input = ?, wake_us = NULL, updated_us = ? WHERE id = ?`,
-		c.no, c.step, c.inputRow(), tx.NowUS, c.run)
+	_, _, err = tx.Exec(ctx, `UPDATE run SET status = 'running', claim = ?, claim_step = ?, claim_input = ?, claim_alone = ?, claim_boot = ?,
+		alone_us = iif(?, ?, alone_us), wake_us = NULL, updated_us = ? WHERE id = ?`,
+		c.no, c.step, c.inputRow(), c.alone, c.boot, c.turn, tx.SteadyUS, tx.NowUS, c.run)
 	if err != nil {
 		return nil, fmt.Errorf("claim step %d of %s: %w", c.step, c.name, err)
 	}
@@ -104,19 +123,31 @@ func take(ctx context.Context, tx *sqlite.Tx, c *claim, next agent.Next) (*claim
 func follow(ctx context.Context, tx *sqlite.Tx, c *claim, next agent.Next) (resting string, wakeUS any, err error) {
 	c.input, c.startedUS = nil, tx.NowUS
 	if next == agent.Continue {
-		return "", nil, nil
+		return "", nil, nil // for the same cause
 	}
 	in, due, err := nextInput(ctx, tx, c.run)
 	switch {
 	case err != nil:
 		return "", nil, err
 	case in != nil:
-		c.input = in
+		c.input, c.cause = in, cause{cmp.Or(in.correlation, in.ID), in.ID, in.traceID}
 		return "", nil, nil
 	case due != 0:
 		return "waiting", due, nil
 	}
 	return "idle", nil, nil
+}
+
+// lastCause is that of the last step with an input, from a checkpoint down its branch.
+func lastCause(ctx context.Context, tx *sqlite.Tx, checkpoint int64) (c cause, err error) {
+	err = tx.Get(ctx, `WITH RECURSIVE walk (prev_id, input) AS (SELECT prev_id, input FROM checkpoint WHERE id = ?
+		UNION ALL SELECT c.prev_id, c.input FROM walk w JOIN checkpoint c ON c.id = w.prev_id WHERE w.input IS NULL)
+		SELECT COALESCE(i.correlation, i.input_id), i.input_id, COALESCE(i.trace, '') FROM walk w JOIN inbox i ON i.id = w.input`,
+		[]any{checkpoint}, &c.correlation, &c.causation, &c.trace)
+	if err != nil && !errors.Is(err, sql.ErrNoRows) {
+		return cause{}, fmt.Errorf("find what a step goes back to: %w", err)
+	}
+	return c, nil
 }
 
 // inputRow is the inbox row of the step's input, or NULL.
@@ -176,17 +207,21 @@ func commitStep(ctx context.Context, tx *sqlite.Tx, c *claim, e *effects, yield 
 	if err := cancelCommands(ctx, tx, c, e.cancel); err != nil {
 		return nil, err
 	}
+	records := slices.Clip(e.records) // the unit may run again
 	for _, a := range e.local {
-		if a.tenant == c.tenant && a.run == c.name && (e.next == agent.Done || e.next == agent.Fail) {
-			err = insertInput(ctx, tx, c.run, a, "the run ended with the step that sent it")
-		} else {
+		switch {
+		case a.routed:
+			records, err = deliverRouted(ctx, tx, a, records, e.occurred)
+		case a.tenant == c.tenant && a.run == c.name && (e.next == agent.Done || e.next == agent.Fail):
+			err = deadLetter(ctx, tx, a, "the run ended with the step that sent it")
+		default:
 			err = deliverLocal(ctx, tx, a)
 		}
 		if err != nil {
 			return nil, err
 		}
 	}
-	head, err := outbox.Append(ctx, tx, c.head, c.step, e.records)
+	head, err := outbox.Append(ctx, tx, c.head, c.step, records)
 	if err != nil {
 		return nil, err
 	}
@@ -206,7 +241,7 @@ func commitStep(ctx context.Context, tx *sqlite.Tx, c *claim, e *effects, yield 
 	if err != nil {
 		return nil, fmt.Errorf("store checkpoint: %w", err)
 	}
-	first := head.TailID - int64(len(e.records)) + 1
+	first := head.TailID - int64(len(records)) + 1
 	n, _, err := tx.Exec(ctx, `UPDATE branch SET head_step = ?2, head_lsn = ?3, event_lsn = ?4, head_id = ?5, tail_id = ?6, head_bytes = ?7,
 		exportable = ?3, export_bytes = ?7, backlog_id = iif(shipped < exportable, backlog_id, ?8)
 		WHERE id = ?1 AND head_step = ?2 - 1 AND head_lsn = ?9`,
@@ -221,8 +256,8 @@ func commitStep(ctx context.Context, tx *sqlite.Tx, c *claim, e *effects, yield 
 	if e.next == agent.Continue {
 		continues = c.continues + 1
 	}
-	after := &claim{run: c.run, tenant: c.tenant, name: c.name, agent: c.agent, no: c.no + 1, branch: c.branch, step: c.step + 1, attempt: 1,
-		state: c.state, stateID: c.stateID, headID: checkpoint, ownHead: true, head: head, continues: continues}
+	after := &claim{run: c.run, tenant: c.tenant, name: c.name, agent: c.agent, no: c.no + 1, hand: c.hand, branch: c.branch, step: c.step + 1, attempt: 1,
+		state: c.state, stateID: c.stateID, headID: checkpoint, ownHead: true, head: head, continues: continues, cause: c.cause}
 	if e.state != nil {
 		after.state, after.stateID = e.state, checkpoint
 	}
@@ -245,9 +280,9 @@ func commitStep(ctx context.Context, tx *sqlite.Tx, c *claim, e *effects, yield 
 	// One write ends the claim and records what follows. The guard is here, so that a fenced claim ends in this statement.
 	const guard = " WHERE id = ? AND live = ? AND claim = ? AND status = 'running'"
 	if resting == "" {
-		// Status and wake_us stay as they are for a run in hand: if they were named, SQLite would write its index entries anew.
-		n, _, err = tx.Exec(ctx, "UPDATE run SET claim = claim + 1, claim_step = ?, claim_input = ?, attempts = 0, continues = ?, last_error = NULL, updated_us = ?"+guard,
-			after.step, after.inputRow(), continues, tx.NowUS, c.run, c.head.Branch, c.no)
+		// Status, wake_us and claim_boot stay as they are for a run in hand: if they were named, SQLite would write its index entries anew.
+		n, _, err = tx.Exec(ctx, "UPDATE run SET claim = claim + 1, claim_step = ?, claim_input = ?, claim_alone = ?, attempts = 0, continues = ?, last_error = NULL, updated_us = ?"+guard,
+			after.step, after.inputRow(), after.alone, continues, tx.NowUS, c.run, c.head.Branch, c.no)
 	} else {
 		n, _, err = tx.Exec(ctx, `UPDATE run SET status = ?, wake_us = ?, claim = claim + 1, claim_step = NULL, claim_input = NULL, attempts = 0, continues = ?,
 			last_error = NULL, updated_us = ?`+guard, resting, wakeUS, continues, tx.NowUS, c.run, c.head.Branch, c.no)
@@ -260,7 +295,7 @@ func commitStep(ctx context.Context, tx *sqlite.Tx, c *claim, e *effects, yield 
 	case resting == "":
 		return after, nil
 	case resting == "paused":
-		return nil, pause(ctx, tx, c.run, head, c.step, fmt.Sprintf("%d steps in a row without input", continues), "")
+		return nil, pause(ctx, tx, c, head, c.step, fmt.Sprintf("%d steps in a row without input", continues), "")
 	}
 	return nil, nil
 }
@@ -268,15 +303,28 @@ func commitStep(ctx context.Context, tx *sqlite.Tx, c *claim, e *effects, yield 
 // deliverLocal hands a command to a run of this node within the sender's step. What its run cannot take is a dead letter
 // of the receiver; the sender's step commits all the same.
 func deliverLocal(ctx context.Context, tx *sqlite.Tx, a arrival) error {
-	duplicate, err := enqueue(ctx, tx, a)
-	if err == nil || duplicate || !errors.Is(err, ErrConflict) {
-		return err
+	_, _, err := enqueue(ctx, tx, a)
+	if errors.Is(err, ErrConflict) {
+		return deadLetter(ctx, tx, a, err.Error())
 	}
-	run, _, _, ferr := findRun(ctx, tx, a.tenant, a.run)
-	if ferr != nil {
-		return ferr
+	return err
+}
+
+// deliverRouted has a command for an agent that is not hosted here leave with the sender's step: as one more record of it,
+// where a plain route takes it; else it waits in the inbox, until it is due, or for the best-effort route, or, when its run
+// has steps here, for its agent.
+func deliverRouted(ctx context.Context, tx *sqlite.Tx, a arrival, records []record.Record, occurred int64) ([]record.Record, error) {
+	to, err := placeOf(ctx, tx, a)
+	if err == nil && !to.here() && !to.bestEffort && a.due(tx) <= tx.SteadyUS {
+		return append(records, command(a, to.node, occurred)), nil
 	}
-	return insertInput(ctx, tx, run, a, err.Error())
+	if err == nil {
+		_, _, err = accept(ctx, tx, a)
+	}
+	if errors.Is(err, ErrConflict) || errors.Is(err, ErrNotFound) {
+		err = deadLetter(ctx, tx, a, err.Error())
+	}
+	return records, err
 }
 
 // cancelCommands withdraws the run's own commands by the ids it gave them, where they are still pending here.
@@ -284,7 +332,7 @@ func cancelCommands(ctx context.Context, tx *sqlite.Tx, c *claim, ids []string) 
 	for _, id := range ids {
 		list, err := trace(ctx, tx, `UPDATE inbox SET cancelled_branch = ?, cancelled_step = ?
 			WHERE command_id = ? AND created_branch IN (SELECT id FROM branch WHERE run = ?)
-			AND consumed_branch IS NULL AND cancelled_branch IS NULL AND ended_us IS NULL RETURNING id, run, due_us, 0, 0`,
+			AND consumed_branch IS NULL AND cancelled_branch IS NULL AND ended_us IS NULL RETURNING id, COALESCE(run, 0), due_us, 0, 0`,
 			c.head.Branch, c.step, id, c.run)
 		if err != nil {
 			return fmt.Errorf("cancel command %s: %w", id, err)
@@ -327,15 +375,16 @@ func letGo(ctx context.Context, tx *sqlite.Tx, run, input int64) error {
 }
 
 // pause stops a run until a person decides, and says so on its topic. detail, if any, stays here.
-func pause(ctx context.Context, tx *sqlite.Tx, run int64, head outbox.Head, step int64, reason, detail string) error {
-	paused := record.Record{Kind: record.Event, Type: record.TypeRunPaused, Data: appendReason(nil, reason), Occurred: tx.NowUS}
+func pause(ctx context.Context, tx *sqlite.Tx, c *claim, head outbox.Head, step int64, reason, detail string) error {
+	paused := record.Record{Kind: record.Event, Type: record.TypeRunPaused, Data: appendReason(nil, reason), Occurred: tx.NowUS,
+		Correlation: c.cause.correlation, Causation: c.cause.causation, Trace: c.cause.trace}
 	if detail != "" {
 		reason = detail
 	}
 	if _, err := appendTo(ctx, tx, head, step, []record.Record{paused}); err != nil {
 		return err
 	}
-	_, _, err := tx.Exec(ctx, "UPDATE run SET status = 'paused', wake_us = NULL, last_error = ?, updated_us = ? WHERE id = ?", reason, tx.NowUS, run)
+	_, _, err := tx.Exec(ctx, "UPDATE run SET status = 'paused', wake_us = NULL, last_error = ?, updated_us = ? WHERE id = ?", reason, tx.NowUS, c.run)
 	return err
 }
 
@@ -372,7 +421,7 @@ func failStep(ctx context.Context, tx *sqlite.Tx, c *claim, v verdict) error {
 	case v.status == "waiting":
 		return nil
 	case v.status == "paused" || c.input == nil:
-		return pause(ctx, tx, c.run, c.head, c.step-1, v.public, v.reason)
+		return pause(ctx, tx, c, c.head, c.step-1, v.public, v.reason)
 	}
 	if _, _, err := tx.Exec(ctx, "UPDATE inbox SET ended_us = ?, outcome = 'dead', reason = ? WHERE id = ?", tx.NowUS, v.reason, c.input.row); err != nil {
 		return fmt.Errorf("set input aside: %w", err)

@@ -8,6 +8,7 @@ import (
 	"math"
 	"slices"
 
+	"postrider/internal/record"
 	"postrider/internal/sqlite"
 )
 
@@ -62,6 +63,7 @@ func Tail(ctx context.Context, store *sqlite.Store, tenant, run string, after *T
 	if err := t.read(ctx, tx, id, after, limit, withData); err != nil {
 		return Tailed{}, fmt.Errorf("tail run %s: %w", run, err)
 	}
+	t.RunInfo.read(store)
 	return t, nil
 }
 
@@ -172,9 +174,10 @@ func TailFrom(ctx context.Context, store *sqlite.Store, tenant, run string, last
 }
 
 func tailedRun(ctx context.Context, tx *sql.Tx, tenant, run string) (id int64, t Tailed, err error) {
-	err = tx.QueryRowContext(ctx, `SELECT r.id, r.tenant, r.name, r.agent, r.status, b.ulid, b.gen, b.head_step, b.head_lsn, r.attempts,
+	err = tx.QueryRowContext(ctx, `SELECT r.id, r.tenant, r.name, r.agent,
+		iif(r.status = 'running' AND r.claim_alone IS NULL, 'ready', r.status), b.ulid, b.gen, b.head_step, b.head_lsn, r.attempts,
 		COALESCE(r.last_error, ''), COALESCE(r.wake_us, 0), r.updated_us, r.claim FROM run r JOIN branch b ON b.id = r.live
-		WHERE r.tenant = ? AND r.name = ?`, tenant, run).Scan(&id, &t.Tenant, &t.Run, &t.Agent, &t.Status, &t.Branch, &t.Gen, &t.Step, &t.LSN,
+		WHERE r.tenant = ? AND r.name = ? AND r.name <> ?`, tenant, run, record.NodeRun).Scan(&id, &t.Tenant, &t.Run, &t.Agent, &t.Status, &t.Branch, &t.Gen, &t.Step, &t.LSN,
 		&t.Attempts, &t.LastError, &t.WakeUS, &t.UpdatedUS, &t.Claim)
 	if errors.Is(err, sql.ErrNoRows) {
 		return 0, Tailed{}, fmt.Errorf("%w: tenant %s has no run %s", ErrNotFound, tenant, run)

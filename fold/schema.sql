@@ -12,8 +12,12 @@ CREATE TABLE meta (
   id          INTEGER PRIMARY KEY CHECK (id = 1),
   name        TEXT    NOT NULL,                       -- what nodes know this fold by
   client_id   TEXT    NOT NULL,                       -- fixed: the broker's kept session belongs to it
-  boot        TEXT    NOT NULL,                       -- machine boot that clock_us belongs to
+  boot        TEXT    NOT NULL,                       -- machine boot that clock_us and up_us belong to; '': none yet
   clock_us    INTEGER NOT NULL,                       -- last recorded time; within one boot it never goes back
+  up_us       INTEGER NOT NULL,                       -- how long that boot had lasted then, time asleep included
+  wall_us     INTEGER NOT NULL,                       -- what the wall clock said then
+  steady_us   INTEGER NOT NULL,                       -- time at the machine's pace, whatever is done to the wall clock; began as clock_us
+  skip_us     INTEGER NOT NULL DEFAULT 0,             -- steady time that no process saw pass, beyond a day at a time
   commit_seq  INTEGER NOT NULL,                       -- set by every transaction; tells whether an unknown COMMIT is in
   duplicates  INTEGER NOT NULL DEFAULT 0              -- redeliveries so far: the only thing here that is not idempotent
 ) STRICT;

@@ -97,7 +97,8 @@ func Open(ctx context.Context, path string, o Options) (*Fold, error) {
 
 func schema(name string) sqlite.Schema {
 	return sqlite.Schema{
-		Name: "Postrider fold", AppID: 0x50534644, Version: 1, Text: schemaText,
+		Name: "Postrider fold", AppID: 0x50534644, Version: 2, Text: schemaText,
+		Upgrades: map[int]sqlite.Fill{1: sqlite.FillClocks},
 		Init: func(ctx context.Context, tx *sqlite.Tx) error {
 			suffix := strings.ToLower(rand.Text()[:8])
 			host := name
@@ -107,8 +108,8 @@ func schema(name string) sqlite.Schema {
 			}
 			// The suffix is in the client id also when the name is given: two databases of one name would otherwise
 			// cut each other off for ever.
-			_, _, err := tx.Exec(ctx, "INSERT INTO meta (id, name, client_id, boot, clock_us, commit_seq) VALUES (1, ?, ?, '', ?, 0)",
-				name, "postrider-fold-"+host+"-"+suffix, tx.NowUS)
+			_, _, err := tx.Exec(ctx, `INSERT INTO meta (id, name, client_id, boot, clock_us, up_us, wall_us, steady_us, commit_seq)
+				VALUES (1, ?, ?, '', ?, 0, ?, ?, 0)`, name, "postrider-fold-"+host+"-"+suffix, tx.NowUS, tx.WallUS, tx.SteadyUS)
 			return err
 		},
 	}

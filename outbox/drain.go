@@ -21,6 +21,8 @@ type Item struct {
 	record.Record
 	Branch int64 // row id
 	Bytes  int64 // cumulative in the branch
+	// Withheld: a rewind took back what made this record, in its own row. It is passed over, not sent.
+	Withheld bool
 }
 
 // Cursor is how far a session has come: per branch, what was handed out and not yet acknowledged; per tenant, whose turn
@@ -265,7 +267,7 @@ const walkQuery = `WITH RECURSIVE walk (id, prev_id, lsn) AS (
 	SELECT o.lsn, o.step, o.kind, o.prevlsn, o.bytes, o.occurred_us, o.recorded_us, o.type, COALESCE(o.subject, ''),
 		COALESCE(o.correlation, ''), COALESCE(o.causation, ''), COALESCE(o.trace, ''), COALESCE(o.topic, ''), COALESCE(o.retain, 0),
 		COALESCE(o.to_node, ''), COALESCE(o.to_agent, ''), COALESCE(o.to_run, ''), COALESCE(o.input_id, ''), COALESCE(o.hops, 0),
-		COALESCE(o.expires_us, 0), o.data
+		COALESCE(o.expires_us, 0), o.withheld_us IS NOT NULL, o.data
 	FROM walk w JOIN outbox o ON o.id = w.id WHERE w.lsn <= ?3 AND (o.bytes <= ?4 OR w.lsn = ?2 + 1)`
 
 // take reads one branch's next records: from the next mark (or the tail) down the chain, then turned round.
@@ -303,7 +305,7 @@ func (o *Outbox) take(ctx context.Context, tenant string, c candidate, after *Cu
 		it := Item{Branch: c.id, Record: record.Record{Node: o.node, Key: record.BranchKey{Tenant: tenant, Run: c.run, Branch: c.ulid}, Gen: c.gen, Epoch: c.epoch}}
 		if err := rows.Scan(&it.LSN, &it.Step, &it.Kind, &it.PrevLSN, &it.Bytes, &it.Occurred, &it.Recorded, &it.Type, &it.Subject,
 			&it.Correlation, &it.Causation, &it.Trace, &it.Topic, &it.Retain, &it.ToNode, &it.ToAgent, &it.ToRun, &it.InputID, &it.Hops,
-			&it.Expires, &it.Data); err != nil {
+			&it.Expires, &it.Withheld, &it.Data); err != nil {
 			return nil, fmt.Errorf("read branch %s after %d: %w", c.ulid, from.lsn, err)
 		}
 		if it.Expires != 0 {

@@ -38,7 +38,9 @@ type Listed struct {
 	// a dead one.
 	Deliveries int64
 	LastError  string
-	NextUS     int64 // 0: now, or not known
+	NextUS     int64 // by the wall clock; 0: now, or not known
+
+	holdUS int64 // the branch's, in steady time
 }
 
 // List lists records in order of their commit, at most Limit of them, and says whether there are more. Without shipped
@@ -59,6 +61,11 @@ func (o *Outbox) List(ctx context.Context, f Filter) (list []Listed, more bool, 
 	}
 	if more = len(list) > f.Limit; more {
 		list = list[:f.Limit]
+	}
+	for i := range list { // the relay's own next try is one by the wall clock
+		if l := &list[i]; l.holdUS != 0 {
+			l.NextUS, l.holdUS = o.store.Wall(l.holdUS), 0
+		}
 	}
 	return list, more, nil
 }
@@ -104,6 +111,8 @@ const (
 	withheldSpans = `SELECT b.id, max(b.shipped, b.exportable), b.head_lsn, 0, 'withheld' FROM branch b %s WHERE b.exportable < b.head_lsn AND b.shipped < b.head_lsn AND %s`
 	deadSpans     = `SELECT d.branch, min(d.lsn) - 1, max(d.lsn), 0, 'dead expired' FROM dead d JOIN branch b ON b.id = d.branch
 		WHERE (d.reason = 'expired' OR d.requeued_us IS NULL) AND %s GROUP BY d.branch, (d.lsn - 1) / 16`
+	passedSpans = `SELECT o.branch, min(o.lsn) - 1, max(o.lsn), 0, 'withheld' FROM outbox o INDEXED BY outbox_creator JOIN branch b ON b.id = o.branch
+		WHERE o.creator_branch IS NOT NULL AND o.withheld_us IS NOT NULL AND o.lsn <= b.shipped AND %s GROUP BY o.branch, (o.lsn - 1) / 16`
 	wholeSpans = `SELECT b.id, b.fork_lsn, b.head_lsn, 0, 'pending shipped withheld dead expired' FROM branch b WHERE %s`
 )
 
@@ -123,7 +132,7 @@ func (f Filter) spansQuery() string {
 			parts = append(parts, fmt.Sprintf(pendingSpans, backlog, of))
 		}
 		if wants("withheld") {
-			parts = append(parts, fmt.Sprintf(withheldSpans, withheld, of))
+			parts = append(parts, fmt.Sprintf(withheldSpans, withheld, of), fmt.Sprintf(passedSpans, of))
 		}
 		if wants("dead", "expired") {
 			parts = append(parts, fmt.Sprintf(deadSpans, of))
@@ -197,7 +206,8 @@ func listQuery(from string) string {
 	return `SELECT s.id, s.tenant, s.run, s.branch, s.gen, s.lsn, s.step, s.kind, s.type, s.destination, s.state, s.recorded_us, length(o.data),
 		` + fmt.Sprintf(first, "b.deliveries", "0") + `,
 		` + fmt.Sprintf(first, "COALESCE(b.last_error, l.last_error, '')", "iif(s.state = 'dead', COALESCE(d.last_error, ''), '')") + `,
-		` + fmt.Sprintf(first, "COALESCE(b.hold_us, l.next_us, 0)", "0") + `
+		` + fmt.Sprintf(first, "COALESCE(l.next_us, 0)", "0") + `,
+		` + fmt.Sprintf(first, "COALESCE(b.hold_us, 0)", "0") + `
 		FROM ` + from + ` CROSS JOIN record_state s ON s.id = o.id CROSS JOIN branch b ON b.id = o.branch
 		LEFT JOIN dead d ON d.branch = o.branch AND d.lsn = o.lsn LEFT JOIN relay_lease l ON l.id = 1
 		WHERE o.id > ?1 AND (?2 = '' OR b.tenant = ?2) AND (?3 = '' OR s.kind = ?3) AND (?4 = '' OR o.type = ?4)
@@ -213,7 +223,7 @@ func (f Filter) scan(ctx context.Context, tx *sql.Tx, query, states string, span
 	for rows.Next() {
 		var l Listed
 		if err := rows.Scan(&l.ID, &l.Tenant, &l.Run, &l.Branch, &l.Gen, &l.LSN, &l.Step, &l.Kind, &l.Type, &l.Destination, &l.State, &l.RecordedUS,
-			&l.Bytes, &l.Deliveries, &l.LastError, &l.NextUS); err != nil {
+			&l.Bytes, &l.Deliveries, &l.LastError, &l.NextUS, &l.holdUS); err != nil {
 			return nil, err
 		}
 		list = append(list, l)

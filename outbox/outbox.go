@@ -98,6 +98,32 @@ func Append(ctx context.Context, tx *sqlite.Tx, head Head, step int64, records [
 	return head, nil
 }
 
+// Creator is the step of this node that created an input which was handed over; Branch 0: none did.
+type Creator struct{ Branch, Step int64 }
+
+// SetCreator notes who created the input that the record at row id hands over, so that WithholdCreated finds it.
+func SetCreator(ctx context.Context, tx *sqlite.Tx, id int64, c Creator) error {
+	if c.Branch == 0 {
+		return nil
+	}
+	_, _, err := tx.Exec(ctx, "UPDATE outbox SET creator_branch = ?, creator_step = ? WHERE id = ?", c.Branch, c.Step, id)
+	if err != nil {
+		return fmt.Errorf("note who created record %d: %w", id, err)
+	}
+	return nil
+}
+
+// WithholdCreated withholds the handed-over inputs that steps (from, to] of a branch created and that were not shipped.
+// They stay in their branch, and the relay passes over them.
+func WithholdCreated(ctx context.Context, tx *sqlite.Tx, branch, from, to int64) (n int64, err error) {
+	n, _, err = tx.Exec(ctx, `UPDATE outbox SET withheld_us = ? WHERE creator_branch = ? AND creator_step > ? AND creator_step <= ? AND withheld_us IS NULL
+		AND lsn > (SELECT shipped FROM branch WHERE id = outbox.branch)`, tx.NowUS, branch, from, to)
+	if err != nil {
+		return 0, fmt.Errorf("withhold handed-over inputs: %w", err)
+	}
+	return n, nil
+}
+
 // size is what a record counts in backlog bytes: what its maker chose, without the envelope.
 func size(r *record.Record) int64 {
 	return int64(len(r.Data) + len(r.Type) + len(r.Subject) + len(r.Topic))

@@ -75,7 +75,7 @@ func TestAppendKeepsEveryFieldAndByte(t *testing.T) {
 	b := newBox(t)
 	branch := b.root("t")
 	want := record.Record{Kind: record.Message, Topic: "a/b", Retain: true, Data: []byte(" {\"a\":1.0,\"a\":-0.0}\n"), Occurred: 42,
-		Correlation: "c", Causation: "d", Trace: "e", Expires: 99}
+		Correlation: "c", Causation: "d", Trace: "e", Expires: 99_000}
 	b.add(branch, want)
 	b.add(branch, record.Record{Kind: record.Event, Type: "x", Subject: "s", Occurred: 7})
 	items := b.drainAll(new(Cursor), 10)
@@ -84,7 +84,7 @@ func TestAppendKeepsEveryFieldAndByte(t *testing.T) {
 		t.Errorf("identity %+v", got)
 	}
 	if got.Topic != want.Topic || got.Retain != want.Retain || !bytes.Equal(got.Data, want.Data) || got.Occurred != 42 ||
-		got.Correlation != "c" || got.Causation != "d" || got.Trace != "e" || got.Expires != 99 {
+		got.Correlation != "c" || got.Causation != "d" || got.Trace != "e" || got.Expires != 99_000 {
 		t.Errorf("got %+v, want %+v", got, want)
 	}
 	if got := items[1].Record; got.Subject != "s" || len(got.Data) != 0 {

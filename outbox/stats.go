@@ -96,6 +96,26 @@ func (o *Outbox) byTenant(ctx context.Context) (map[string]Stats, error) {
 	if err := rows.Err(); err != nil {
 		return nil, fmt.Errorf("count dead records: %w", err)
 	}
+	// Handed-over inputs that a rewind of their creator withheld, each in its own row.
+	rows, err = tx.QueryContext(ctx, `SELECT b.tenant, sum(o.lsn > b.shipped), sum(o.lsn <= b.shipped), sum(iif(o.lsn > b.shipped, length(o.data) + length(CAST(o.type AS BLOB)), 0))
+		FROM outbox o INDEXED BY outbox_creator JOIN branch b ON b.id = o.branch WHERE o.creator_branch IS NOT NULL AND o.withheld_us IS NOT NULL GROUP BY b.tenant`)
+	if err != nil {
+		return nil, fmt.Errorf("count withheld hand-overs: %w", err)
+	}
+	defer rows.Close()
+	for rows.Next() {
+		var tenant string
+		var ahead, passed, bytes int64
+		if err := rows.Scan(&tenant, &ahead, &passed, &bytes); err != nil {
+			return nil, fmt.Errorf("count withheld hand-overs: %w", err)
+		}
+		s := all[tenant]
+		s.Pending, s.PendingBytes, s.Shipped, s.Withheld = s.Pending-ahead, s.PendingBytes-bytes, s.Shipped-passed, s.Withheld+ahead+passed
+		all[tenant] = s
+	}
+	if err := rows.Err(); err != nil {
+		return nil, fmt.Errorf("count withheld hand-overs: %w", err)
+	}
 	rows, err = tx.QueryContext(ctx, `SELECT tenant, id, shipped, head_lsn, tail_id, shipped_us, backlog_id FROM branch WHERE shipped < exportable`)
 	if err != nil {
 		return nil, fmt.Errorf("find oldest pending record: %w", err)

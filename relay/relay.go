@@ -13,6 +13,7 @@ import (
 	"log/slog"
 	"math/rand/v2"
 	"os"
+	"sync"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -43,6 +44,8 @@ type Options struct {
 	Grace      time.Duration // at the end, for PUBACKs of what is in flight; 0: 1 s
 	Logger     *slog.Logger
 	Metrics    prometheus.Registerer // nil: none
+	Forward    Forward               // nil: nothing is forwarded
+	Receiver   *Receiver             // runs while Run holds the lock; nil: nothing is received
 }
 
 // Relay is the relay of one database.
@@ -56,6 +59,8 @@ type Relay struct {
 	bell     chan struct{}
 	patience time.Duration   // without any PUBACK; doubles with every session that ended for that and saw none
 	sent     map[int64]int64 // per branch, the highest LSN that ended sessions published and did not see acknowledged
+	said     saidOnce
+	forwards forwards
 	c        condition
 }
 
@@ -86,34 +91,41 @@ func New(box *outbox.Outbox, topics record.Topics, dial func(context.Context) (C
 		o.Logger = slog.New(slog.DiscardHandler)
 	}
 	return &Relay{box: box, topics: topics, dial: dial, o: o, log: o.Logger.With("component", "relay"),
-		m: newMetrics(o.Metrics), bell: make(chan struct{}, 1), patience: o.AckTimeout, sent: map[int64]int64{}}
+		m: newMetrics(o.Metrics), bell: make(chan struct{}, 1), patience: o.AckTimeout, sent: map[int64]int64{},
+		forwards: forwards{bell: make(chan struct{}, 1)}}
 }
 
-// Notify has the relay look at the outbox now. It does no I/O, never blocks, and may be lost: the poll alone suffices.
+// Notify has the relay look at the outbox, and at what is to be forwarded, now. It does no I/O, never blocks, and may be
+// lost: the poll alone suffices.
 func (r *Relay) Notify() {
-	select {
-	case r.bell <- struct{}{}:
-	default:
+	for _, bell := range [...]chan struct{}{r.bell, r.forwards.bell} {
+		select {
+		case bell <- struct{}{}:
+		default:
+		}
 	}
 }
 
 // Run ships until ctx ends, and returns nil. Sessions end and start again inside it. The lock is kept between them, so
-// that another relay of this database is refused and names this one.
+// that another relay of this database is refused and names this one; as long as it is, the receiver runs.
 func (r *Relay) Run(ctx context.Context) error {
 	var release func() error // of the lock
+	stopReceiver := func() {}
 	defer func() {
+		stopReceiver()
 		if release != nil {
 			if err := release(); err != nil {
 				r.log.Warn("lock could not be released", "err", err)
 			}
 		}
 	}()
-	said := saidOnce{}
 	for failures := 0; ctx.Err() == nil; failures++ {
 		r.c.turned.set()
 		var end ended
 		if release == nil {
-			release, end.err = r.box.Exclude(holder())
+			if release, end.err = r.box.Exclude(holder()); release != nil && r.o.Receiver != nil {
+				stopReceiver = r.startReceiver(ctx)
+			}
 		}
 		if release != nil {
 			if err := guard(func() error { end = r.runSession(ctx); return nil })(); err != nil {
@@ -139,7 +151,7 @@ func (r *Relay) Run(ctx context.Context) error {
 		r.m.restarts.WithLabelValues(reason).Inc()
 		log := r.log.With("reason", reason, "err", end.err, "next_in", pause.Round(time.Millisecond))
 		switch {
-		case !said.due(reason):
+		case !r.said.due(reason):
 		case reason == "locked":
 			r.log.Info("another relay ships the records of this database; this one waits", "err", end.err)
 		case end.connected:
@@ -162,6 +174,17 @@ func (r *Relay) Run(ctx context.Context) error {
 	return nil
 }
 
+// startReceiver runs the receiver until the end of ctx, or until stop is called, which waits for its end.
+func (r *Relay) startReceiver(ctx context.Context) (stop func()) {
+	ctx, cancel := context.WithCancel(ctx)
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		r.o.Receiver.run(ctx)
+	}()
+	return func() { cancel(); <-done }
+}
+
 func holder() string {
 	host, err := os.Hostname()
 	if err != nil {
@@ -180,13 +203,21 @@ func backoff(least, most time.Duration, failures int) time.Duration {
 }
 
 // saidOnce lets one log line a minute through for what repeats.
-type saidOnce map[string]time.Time
+type saidOnce struct {
+	mu sync.Mutex
+	at map[string]time.Time
+}
 
-func (s saidOnce) due(what string) bool {
-	if time.Since(s[what]) < time.Minute {
+func (s *saidOnce) due(what string) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if time.Since(s.at[what]) < time.Minute {
 		return false
 	}
-	s[what] = time.Now()
+	if s.at == nil {
+		s.at = map[string]time.Time{}
+	}
+	s.at[what] = time.Now()
 	return true
 }
 

@@ -49,7 +49,7 @@ type flight struct {
 	delivery mqtt.Delivery
 }
 
-// unsent is the delivery of a record that expired: nobody waits for its PUBACK.
+// unsent is the delivery of a record that expired or was withheld in its row: nobody waits for its PUBACK.
 type unsent struct{}
 
 func (unsent) Done() <-chan struct{} { return alreadyDone }
@@ -143,6 +143,10 @@ func (s *session) run(ctx context.Context) ended {
 			}
 			return err
 		}), func(error) { cancel() })
+	}
+	if s.r.o.Forward != nil { // forwarder
+		forwarding, cancel := context.WithCancel(ctx)
+		g.Add(guard(func() error { return s.forward(forwarding) }), func(error) { cancel() })
 	}
 	end.err = g.Run()
 	if end.err == nil {
@@ -319,9 +323,12 @@ func (s *session) send(ctx context.Context, batch drained) (sent int, err error)
 		s.bytes.Add(size)
 		s.handed[it.Branch] = it.LSN
 		f := flight{shipped: outbox.Shipped{Branch: it.Branch, LSN: it.LSN, Bytes: it.Bytes, Recorded: it.Recorded}, key: it.Key, size: size, at: time.Now()}
-		if s.r.box.Expired(&it.Record) {
+		switch {
+		case it.Withheld:
+			f.delivery = unsent{}
+		case s.r.box.Expired(&it.Record):
 			f.shipped.Expired, f.delivery = []int64{it.LSN}, unsent{}
-		} else {
+		default:
 			f.delivery = s.conn.Publish(topic, it.Kind == record.Message && it.Retain, payload)
 			s.r.m.published.Inc()
 		}

@@ -214,7 +214,7 @@ func duration(to *time.Duration, least time.Duration) field {
 			return err
 		}
 		if *to, err = time.ParseDuration(s); err != nil {
-			return fmt.Errorf("%s: want a duration such as 90s or 5m, not %s", path, quote(s))
+			return fmt.Errorf("%s: want a duration such as 90s or 5m, not %s%s", path, quote(s), unitless(s))
 		}
 		if *to < least {
 			return fmt.Errorf("%s: %s is too short", path, s)
@@ -228,20 +228,53 @@ var rfc3339 = regexp.MustCompile(`^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]
 
 func instant(to *time.Time) field {
 	return func(path string, raw json.RawMessage) error {
+		if c := raw[0]; c == '-' || '0' <= c && c <= '9' {
+			return fmt.Errorf("%s: want a string such as \"2026-01-31T12:00:00Z\", not the number %s%s", path, raw[:min(len(raw), maxQuote)], epochal(string(raw)))
+		}
 		s, err := decodeString(path, raw)
 		if err != nil {
 			return err
 		}
-		*to, err = time.Parse(time.RFC3339, s)
-		if err != nil || !rfc3339.MatchString(s) {
-			return fmt.Errorf("%s: want RFC 3339 such as 2026-01-31T12:00:00Z, not %s", path, quote(s))
-		}
-		*to = to.UTC()
-		if y := to.Year(); y < 1 || y > 9999 {
-			return fmt.Errorf("%s: year %d is outside 1 to 9999", path, y)
+		if *to, err = ParseTime(s); err != nil {
+			return fmt.Errorf("%s: %w", path, err)
 		}
 		return nil
 	}
+}
+
+// ParseTime reads a time as agents and senders give it: RFC 3339, in a year from 1970 to 9999, UTC.
+func ParseTime(s string) (time.Time, error) {
+	t, err := time.Parse(time.RFC3339, s)
+	if err != nil || !rfc3339.MatchString(s) {
+		return time.Time{}, fmt.Errorf("want RFC 3339 such as 2026-01-31T12:00:00Z, not %s%s", quote(s), epochal(s))
+	}
+	t = t.UTC()
+	if y := t.Year(); y < 1970 || y > 9999 {
+		return time.Time{}, fmt.Errorf("year %d is outside 1970 to 9999", y)
+	}
+	return t, nil
+}
+
+// epochal says what a number in the place of a time probably is; "" where it can be anything.
+func epochal(s string) string {
+	n, err := strconv.ParseFloat(s, 64)
+	if err != nil {
+		return ""
+	}
+	for _, unit := range []string{"seconds", "milliseconds", "microseconds", "nanoseconds"} {
+		if n >= 946684800 && n < 4102444800 { // from 2000 to 2100
+			return fmt.Sprintf(", which looks like the %s from 1970 to %s", unit, time.Unix(int64(n), 0).UTC().Format(time.RFC3339))
+		}
+		n /= 1000
+	}
+	return ""
+}
+
+func unitless(s string) string {
+	if _, err := strconv.ParseFloat(s, 64); err != nil {
+		return ""
+	}
+	return ", a number without a unit"
 }
 
 func list[T any](to *[]T, one func(path string, raw json.RawMessage) (T, error)) field {

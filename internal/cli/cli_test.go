@@ -24,7 +24,7 @@ func tree(out *bytes.Buffer) (a *App, root *cobra.Command, ran *[]any) {
 	root = a.Root(
 		a.Demo(func(_ context.Context, d Demo) error { *ran = append(*ran, d); return nil }),
 		a.Dev(node), a.Serve(node), a.Relay(func(_ context.Context, r Relay) error { *ran = append(*ran, r); return nil }),
-		a.Send(), a.Runs(func(f func(context.Context, Tail) error) func(context.Context, Tail) error { return f }), a.Rewind(), a.Outbox(), a.Fold(func(_ context.Context, f Fold) error { *ran = append(*ran, f); return nil }), a.Version(),
+		a.Send(), a.Runs(func(f func(context.Context, Tail) error) func(context.Context, Tail) error { return f }), a.Rewind(), a.Inbox(), a.Outbox(), a.Fold(func(_ context.Context, f Fold) error { *ran = append(*ran, f); return nil }), a.Version(),
 	)
 	return a, root, ran
 }

@@ -68,6 +68,9 @@ func settle(c *cobra.Command) {
 			if f.Name == "db" {
 				offer = cobra.FixedCompletions(nil, cobra.ShellCompDirectiveDefault)
 			}
+			if _, own := c.GetFlagCompletionFunc(f.Name); own {
+				return
+			}
 			if err := c.RegisterFlagCompletionFunc(f.Name, offer); err != nil {
 				panic(err) // only a flag that does not exist, or twice
 			}
@@ -98,14 +101,56 @@ func (a *App) completeRun(before int) cobra.CompletionFunc {
 	}
 }
 
-// completeSend offers agents, then the runs of the one that was chosen.
+// completeSend offers agents, behind an @ nodes, then the runs of the agent that was chosen.
 func (a *App) completeSend(c *cobra.Command, given []string, begun string) ([]string, cobra.ShellCompDirective) {
 	if len(given) > 0 {
 		return a.completeRun(1)(c, given, begun)
 	}
+	name, node, remote := strings.Cut(begun, "@")
+	if !remote {
+		return a.completeAgent(c, nil, begun)
+	}
+	return a.lookUp(c, func(ctx context.Context, store *sqlite.Store) ([]string, error) {
+		nodes, err := executor.NodeNames(ctx, store, node, completionMost)
+		for i := range nodes {
+			nodes[i] = name + "@" + nodes[i]
+		}
+		return nodes, err
+	})
+}
+
+// completeAgent offers agents.
+func (a *App) completeAgent(c *cobra.Command, _ []string, begun string) ([]string, cobra.ShellCompDirective) {
 	return a.lookUp(c, func(ctx context.Context, store *sqlite.Store) ([]string, error) {
 		return executor.AgentNames(ctx, store, begun, completionMost)
 	})
+}
+
+// completeInput offers the numbers of inputs in some states, with what they are.
+func (a *App) completeInput(states []string) cobra.CompletionFunc {
+	return func(c *cobra.Command, given []string, begun string) ([]string, cobra.ShellCompDirective) {
+		return a.lookUp(c, func(ctx context.Context, store *sqlite.Store) (offers []string, err error) {
+			inputs, _, err := executor.Inputs(ctx, store, executor.InputFilter{Tenant: a.tenant, States: states, Limit: completionMost})
+			for _, in := range inputs {
+				if n := number(in.Row); strings.HasPrefix(n, begun) && !slices.Contains(given, n) {
+					offers = append(offers, n+"\t"+clean(in.State+", "+in.Run+" "+in.ID))
+				}
+			}
+			return offers, err
+		})
+	}
+}
+
+// completeRunIn offers runs in one of the statuses.
+func (a *App) completeRunIn(statuses ...string) cobra.CompletionFunc {
+	return func(c *cobra.Command, given []string, begun string) ([]string, cobra.ShellCompDirective) {
+		if len(given) > 0 {
+			return nil, cobra.ShellCompDirectiveNoFileComp
+		}
+		return a.lookUp(c, func(ctx context.Context, store *sqlite.Store) ([]string, error) {
+			return executor.RunNamesIn(ctx, store, a.tenant, statuses, begun, completionMost)
+		})
+	}
 }
 
 // lookUp asks a node's database. Where there is none, or it cannot be read at once, nothing is offered.

@@ -2,13 +2,18 @@ package cli
 
 import (
 	"context"
+	"errors"
+	"fmt"
 	"net"
+	"slices"
 	"strconv"
+	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 
+	"postrider/executor"
 	"postrider/internal/record"
 )
 
@@ -27,12 +32,20 @@ type Node struct {
 	DeadLetter  bool
 	MaxContinue int64
 	MaxRecord   int
+	DedupWindow time.Duration
+	Routes      map[string]executor.Route // by agent
+	routes      []string                  // AGENT=NODE[,best-effort]
+
+	Inlets     record.Inlets // what the relay receives; without the node's name
+	inletFlags inletFlags
 
 	NoRelay  bool
 	Broker   string // where the relay publishes
 	Embedded string // where a broker of its own listens instead; with a fold in FoldDB
 	FoldDB   string
-	Listen   string // host:port of metrics and health; "": nowhere
+	Listen   string // host:port of metrics, health and inputs; "": nowhere
+
+	TokenFile string // with the token that whoever sends inputs has to show; "": none, and Listen is a loopback address
 }
 
 // Serve is `serve`; run runs the node.
@@ -45,7 +58,9 @@ func (a *App) Serve(run func(ctx context.Context, n Node) error) *cobra.Command 
 The node's name is fixed with its first start; later it may be left out. One process at a time runs a database.
 
   --agent counter=exec:'python3 counter.py'   a child process that speaks JSON lines, started by sh -c
-  --agent counter=go:counter                  compiled in`,
+  --agent counter=go:counter                  compiled in
+
+` + inputsHelp,
 		Example: "  postrider serve --broker tcp://broker:1883 --node line-1 --agent counter=exec:'python3 counter.py'\n" +
 			"  postrider serve --no-relay --node line-1 --agent counter=go:counter",
 		Args: a.without(a.noArgs, "tenant"),
@@ -64,6 +79,11 @@ The node's name is fixed with its first start; later it may be left out. One pro
 			return Usagef("--broker and --no-relay exclude each other")
 		case !n.NoRelay && n.Broker == "":
 			return WithHint(Usagef("--broker URL is missing"), "--no-relay runs the node without one; postrider relay ships then")
+		case n.NoRelay && (c.Flags().Changed("public") || c.Flags().Changed("subscribe")):
+			return WithHint(Usagef("--public and --subscribe are the relay's, which --no-relay leaves out"), "postrider relay takes them")
+		}
+		if err := known(n.Inlets, n.takes); err != nil {
+			return err
 		}
 		n.DB = a.db
 		return run(c.Context(), n)
@@ -79,7 +99,9 @@ func (a *App) Dev(run func(ctx context.Context, n Node) error) *cobra.Command {
 		Short: "Run a node with a broker and a fold of its own, for a developer machine",
 		Long: `Run a node as serve does, together with an MQTT broker in the same process and a fold that counts what arrives. Databases
 are made when they are missing: --db, and beside it one of the same name with .fold.db for the fold. The broker is open to
-everybody who reaches its address, and forgets everything when it ends.`,
+everybody who reaches its address, and forgets everything when it ends.
+
+` + inputsHelp,
 		Example: "  postrider dev --agent counter=exec:'python3 counter.py'\n  postrider dev --agent counter=go:counter --mqtt 127.0.0.1:0 --db /tmp/try.db",
 		Args:    a.without(a.noArgs, "tenant"),
 	}
@@ -99,12 +121,23 @@ everybody who reaches its address, and forgets everything when it ends.`,
 			n.Agents = []string{"counter=go:counter"}
 			a.Log.Info("no --agent was given; the built-in sample is hosted", "agent", n.Agents[0])
 		}
+		if err := known(n.Inlets, n.takes); err != nil {
+			return err
+		}
 		n.DB, n.FoldDB = a.db, foldBeside(a.db)
 		n.NewName = hostName()
 		return run(c.Context(), n)
 	}
 	return c
 }
+
+const inputsHelp = `Inputs come from postrider send, and over HTTP on --listen, which answers once they are durable:
+
+  curl -H 'Content-Type: application/json' -H 'Idempotency-Key: order-17' -d '{"hello": 1}' \
+    http://127.0.0.1:8420/v1/tenants/default/agents/counter/runs/run-1/inputs
+
+An address other than a loopback one takes --token-file FILE: one line of at least 16 characters, in a file that not
+everybody can read. With it, inputs need the header 'Authorization: Bearer TOKEN'. Metrics and health never do.`
 
 func (n *Node) flags(f *pflag.FlagSet, nodeUsage string) {
 	f.SortFlags = false
@@ -117,8 +150,12 @@ func (n *Node) flags(f *pflag.FlagSet, nodeUsage string) {
 	f.String("on-exhausted", "pause", "`WHAT` then: pause the run, or dead-letter its input")
 	f.Int64Var(&n.MaxContinue, "max-continue", 10_000, "steps in a row without input, at most `N`; then the run is paused")
 	f.IntVar(&n.MaxRecord, "max-record", 256<<10, "`BYTES` of data that one record may have")
+	f.StringArrayVar(&n.routes, "route", nil, "where inputs for an agent go that is not hosted here, `AGENT=NODE`, or AGENT=NODE,best-effort; may be repeated")
+	f.DurationVar(&n.DedupWindow, "dedup-window", 7*24*time.Hour, "how long ids of inputs are remembered, `DURATION`")
+	n.inletFlags.flags(f)
 	topicRoot(f, &n.Topics)
-	listen(f, &n.Listen, "127.0.0.1:8420")
+	f.StringVar(&n.Listen, "listen", "127.0.0.1:8420", "`ADDR` of metrics, health and inputs over HTTP; port 0 takes a free one, off is none")
+	f.StringVar(&n.TokenFile, "token-file", "", "`FILE` with the token that inputs over HTTP then need; required where --listen is no loopback address")
 }
 
 func topicRoot(f *pflag.FlagSet, t *record.Topics) {
@@ -136,6 +173,12 @@ func checkListen(addr *string) error {
 		return nil
 	}
 	return checkAddr("listen", *addr)
+}
+
+// loopback reports whether an address that checkListen let through is for this machine's programs only.
+func loopback(addr string) bool {
+	host, _, _ := net.SplitHostPort(addr)
+	return host == "" || host == "localhost" || net.ParseIP(host).IsLoopback() // an empty one stands for 127.0.0.1
 }
 
 func checkAddr(flag, addr string) error {
@@ -163,6 +206,13 @@ func (n *Node) check(f *pflag.FlagSet) error {
 	if err := checkListen(&n.Listen); err != nil {
 		return err
 	}
+	switch {
+	case f.Changed("token-file") && n.TokenFile == "":
+		return Usagef("--token-file: the name of a file is missing")
+	case n.TokenFile == "" && n.Listen != "" && !loopback(n.Listen):
+		return WithHint(Usagef("--listen %s is open to the network, which takes --token-file FILE", n.Listen),
+			"(umask 077; head -c 24 /dev/urandom | base64 > FILE) makes one; --listen 127.0.0.1:8420 needs none")
+	}
 	for _, flag := range []struct {
 		name  string
 		value int64
@@ -170,10 +220,20 @@ func (n *Node) check(f *pflag.FlagSet) error {
 	}{
 		{"agent-procs", int64(n.Procs), 0}, {"step-timeout", int64(n.StepTimeout), int64(time.Millisecond)}, {"workers", int64(n.Workers), 1},
 		{"max-attempts", int64(n.MaxAttempts), 1}, {"max-continue", n.MaxContinue, 1}, {"max-record", int64(n.MaxRecord), 1},
+		{"dedup-window", int64(n.DedupWindow), int64(time.Minute)},
 	} {
 		if flag.value < flag.least {
 			return Usagef("--%s: %s is too small", flag.name, f.Lookup(flag.name).Value)
 		}
+	}
+	for _, r := range n.routes {
+		if err := n.route(r); err != nil {
+			return Usagef("--route %s: %w", r, err)
+		}
+	}
+	var err error
+	if n.Inlets, err = n.inletFlags.inlets(n.Topics); err != nil {
+		return err
 	}
 	switch what := f.Lookup("on-exhausted").Value.String(); what {
 	case "pause":
@@ -183,4 +243,38 @@ func (n *Node) check(f *pflag.FlagSet) error {
 		return Usagef("--on-exhausted: %q is not pause or dead-letter", what)
 	}
 	return nil
+}
+
+// route takes in one --route.
+func (n *Node) route(s string) error {
+	agent, to, ok := strings.Cut(s, "=")
+	to, quality, more := strings.Cut(to, ",")
+	switch {
+	case !ok:
+		return errors.New("is not AGENT=NODE")
+	case more && quality != "best-effort":
+		return fmt.Errorf("%q is not best-effort, which is all that may follow a node", quality)
+	case n.Routes[agent].Node != "":
+		return fmt.Errorf("agent %s has a route already", agent)
+	}
+	if err := record.CheckName(agent); err != nil {
+		return fmt.Errorf("agent %w", err)
+	}
+	if err := record.CheckName(to); err != nil {
+		return fmt.Errorf("node %w", err)
+	}
+	if n.Routes == nil {
+		n.Routes = map[string]executor.Route{}
+	}
+	n.Routes[agent] = executor.Route{Node: to, BestEffort: more}
+	return nil
+}
+
+// takes says whether inputs for an agent have a place to go.
+func (n *Node) takes(agent string) bool {
+	_, routed := n.Routes[agent]
+	return routed || slices.ContainsFunc(n.Agents, func(spec string) bool {
+		name, _, _ := strings.Cut(spec, "=")
+		return name == agent
+	})
 }

@@ -22,7 +22,8 @@ func TestTailTellsEachThingOnce(t *testing.T) {
 	}
 	path := filepath.Join(t.TempDir(), "node.db")
 	synctest.Test(t, func(t *testing.T) {
-		store, err := sqlite.Open(t.Context(), path, sqlite.NodeSchema(string(schema), "n1", path), sqlite.Options{Create: true})
+		store, err := sqlite.Open(t.Context(), path, sqlite.NodeSchema(string(schema), "n1", path), sqlite.Options{Create: true,
+			Clocks: sqlite.Clocks{Uptime: func() time.Duration { return time.Since(time.Unix(0, 0)) }}})
 		if err != nil {
 			t.Fatal(err)
 		}

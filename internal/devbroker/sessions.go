@@ -25,8 +25,9 @@ import (
 //  4. When a connection takes a session over, the old one's will may come after the new one's first messages ("offline"
 //     after "online"), and the end of a clean old one removes the new one from the list. Here the old one ends first.
 //  5. The packet ids of a client and those that the broker gives to what it sends are looked up in one map. A SUBSCRIBE
-//     is refused (0x91) when a waiting message has its id. Here it is hidden from the look-up. (A client that publishes
-//     with a session that also receives still loses messages: a PUBLISH ends the delivery with the same id.)
+//     is refused (0x91) when a waiting message has its id. Here it is hidden from the look-up. An UNSUBSCRIBE is answered
+//     then and not done. Here it is done. (A client that publishes with a session that also receives still loses messages:
+//     a PUBLISH ends the delivery with the same id.)
 type sessions struct {
 	mochi.HookBase
 	server  *mochi.Server
@@ -43,7 +44,7 @@ func (h *sessions) ID() string { return "sessions" }
 func (h *sessions) Provides(b byte) bool {
 	return bytes.IndexByte([]byte{
 		mochi.OnConnectAuthenticate, mochi.OnACLCheck, mochi.OnSessionEstablish, mochi.OnPacketSent, mochi.OnPublish,
-		mochi.OnPacketProcessed, mochi.OnSubscribe, mochi.OnPacketEncode,
+		mochi.OnPacketProcessed, mochi.OnSubscribe, mochi.OnUnsubscribe, mochi.OnPacketEncode,
 	}, b) >= 0
 }
 
@@ -125,6 +126,19 @@ func (h *sessions) OnPacketProcessed(cl *mochi.Client, pk packets.Packet, _ erro
 // OnSubscribe and OnPacketEncode run before and after the look-up of the packet id.
 func (h *sessions) OnSubscribe(cl *mochi.Client, pk packets.Packet) packets.Packet {
 	cl.Net.Conn.(*conn).subscribe, pk.PacketID = pk.PacketID, 0
+	return pk
+}
+
+// OnUnsubscribe runs after the look-up of the packet id, and before mochi acts on what it found.
+func (h *sessions) OnUnsubscribe(cl *mochi.Client, pk packets.Packet) packets.Packet {
+	if _, taken := cl.State.Inflight.Get(pk.PacketID); !taken {
+		return pk
+	}
+	for _, sub := range pk.Filters {
+		if h.server.Topics.Unsubscribe(sub.Filter, cl.ID) {
+			atomic.AddInt64(&h.server.Info.Subscriptions, -1)
+		}
+	}
 	return pk
 }
 

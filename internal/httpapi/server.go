@@ -1,7 +1,13 @@
-// Package httpapi answers what operators and their tools ask a running process over HTTP: /metrics for Prometheus, /livez
-// (the process answers) and /readyz (it does its work, as JSON). Readiness comes from checks that are made when somebody
-// asks, so that it tells of progress and not of a start that went well. It is read-only and open to everybody who reaches
-// its address: no secrets, no payloads.
+// Package httpapi is what a running process is asked and told over HTTP.
+//
+// Of every process, operators and their tools read /metrics for Prometheus, /livez (the process answers) and /readyz (it
+// does its work, as JSON). Readiness comes from checks that are made when somebody asks, so that it tells of progress and
+// not of a start that went well. These are open to everybody who reaches the address: no secrets, no payloads.
+//
+// A node takes inputs under /v1/, as README.md beside this file has it. A 202 is durable, the same input under the same id
+// counts once, its JSON is kept byte for byte, and a client that is slow, silent, or one of too many costs no memory that is
+// not bounded. On a loopback address it is open to the programs of this machine, but not to the pages in its browsers; on
+// any other it takes a token. It reveals no payload.
 package httpapi
 
 import (
@@ -12,6 +18,8 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
+	"net/netip"
+	"strings"
 	"sync"
 	"syscall"
 	"time"
@@ -23,7 +31,9 @@ import (
 // Server is a listener that answers once Run is called. Who connects before waits.
 type Server struct {
 	listener net.Listener
+	host     string // that was asked for
 	log      *slog.Logger
+	limits   limits
 }
 
 // Listen takes addr (host:port; an empty host is 127.0.0.1). A nil log is quiet.
@@ -46,11 +56,17 @@ func Listen(addr string, log *slog.Logger) (*Server, error) {
 	if err != nil {
 		return nil, fmt.Errorf("listen for HTTP: %w", err)
 	}
-	s := &Server{listener: l, log: log}
-	if ip := net.ParseIP(host); host != "localhost" && !ip.IsLoopback() {
+	s := &Server{listener: l, host: host, log: log, limits: usualLimits}
+	if !s.loopback() {
 		log.Warn("metrics and health are open to the network", "addr", s.Addr())
 	}
 	return s, nil
+}
+
+// loopback goes by the address that was bound: a name is what somebody's resolver makes of it.
+func (s *Server) loopback() bool {
+	addr, err := netip.ParseAddrPort(s.Addr())
+	return err == nil && addr.Addr().Unmap().IsLoopback()
 }
 
 // Addr is host:port.
@@ -60,7 +76,11 @@ func (s *Server) Addr() string { return s.listener.Addr().String() }
 func (s *Server) Close() error { return s.listener.Close() }
 
 // Run answers until ctx ends, and then returns nil. It returns soon: whoever is still being answered is cut after a second.
-func (s *Server) Run(ctx context.Context, metrics prometheus.Gatherer, checks ...Check) error {
+// Without in, it takes no inputs.
+func (s *Server) Run(ctx context.Context, metrics prometheus.Gatherer, in *Inputs, checks ...Check) error {
+	if in != nil && in.Token == nil && !s.loopback() {
+		return fmt.Errorf("take inputs on %s, which is open to the network: a token is missing", s.Addr())
+	}
 	mux := http.NewServeMux()
 	mux.Handle("GET /metrics", promhttp.HandlerFor(metrics, promhttp.HandlerOpts{
 		ErrorLog:            slog.NewLogLogger(s.log.Handler(), slog.LevelWarn),
@@ -76,11 +96,22 @@ func (s *Server) Run(ctx context.Context, metrics prometheus.Gatherer, checks ..
 	}
 	mux.HandleFunc("GET /readyz", func(w http.ResponseWriter, _ *http.Request) { ready(ctx, w, inquirers) })
 	mux.HandleFunc("GET /{$}", func(w http.ResponseWriter, _ *http.Request) { text(w, "/metrics\n/livez\n/readyz\n") })
+	handler := http.Handler(mux)
+	if in != nil {
+		taking := newInputs(*in, s.host, s.limits, s.log)
+		handler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			if strings.HasPrefix(r.URL.EscapedPath(), "/v1/") { // the mux would send ids with dots and slashes elsewhere
+				taking.ServeHTTP(w, r)
+				return
+			}
+			mux.ServeHTTP(w, r)
+		})
+	}
 	server := &http.Server{
-		Handler:           mux,
-		ReadHeaderTimeout: 5 * time.Second,
-		ReadTimeout:       5 * time.Second,
-		WriteTimeout:      20 * time.Second,
+		Handler:           handler,
+		ReadHeaderTimeout: s.limits.header,
+		ReadTimeout:       s.limits.header, // with a body that nobody asked for; read gives inputs more
+		WriteTimeout:      s.limits.answer, // from the end of the headers; writeJSON begins anew
 		IdleTimeout:       2 * time.Minute,
 		MaxHeaderBytes:    16 << 10,
 		ErrorLog:          slog.NewLogLogger(s.log.Handler(), slog.LevelDebug), // mostly what strangers send

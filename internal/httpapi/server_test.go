@@ -32,7 +32,7 @@ func start(t *testing.T, metrics prometheus.Gatherer, checks ...Check) (url stri
 	}
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan error, 1)
-	go func() { done <- s.Run(ctx, metrics, checks...) }()
+	go func() { done <- s.Run(ctx, metrics, nil, checks...) }()
 	t.Cleanup(func() {
 		cancel()
 		if err := <-done; err != nil {
@@ -221,7 +221,7 @@ func TestEndCutsWhoIsSlow(t *testing.T) {
 	defer cancel()
 	done := make(chan error, 1)
 	go func() {
-		done <- s.Run(ctx, prometheus.NewRegistry(), Check{"slow", func(ctx context.Context) (string, error) {
+		done <- s.Run(ctx, prometheus.NewRegistry(), nil, Check{"slow", func(ctx context.Context) (string, error) {
 			once.Do(func() { close(asked) })
 			<-ctx.Done()
 			return "", ctx.Err()

@@ -327,6 +327,25 @@ func TestAStoppedProcessIsKilled(t *testing.T) {
 	hold.nobodyLeft()
 }
 
+// The agent is stopped until its time is over, goes on then, does not mind TERM, and answers. Its helper, in the same
+// group, is told by the TERM when that is.
+func TestALateAnswerOfAStoppedProcessChangesNothing(t *testing.T) {
+	t.Parallel()
+	said := filepath.Join(t.TempDir(), "said")
+	command := `agent=$$; (trap "kill -CONT $agent; exit" TERM; while :; do sleep 0.02; done) >&- 2>&- & ` +
+		`trap "" TERM; read -r line; if test -e ` + said + `; then echo '{"id":"t/r/b/1/x","state":"fresh"}'; read -r line; exit; fi; ` +
+		`kill -STOP $$; echo '{"id":"t/r/b/1/x","state":"late"}' && echo said >` + said
+	h := newHost(t, command, ExecOptions{StepTimeout: 300 * time.Millisecond, KillGrace: patience})
+	h.fails("x", "the process was silent for 300ms")
+	if _, err := os.Stat(said); err != nil {
+		t.Errorf("the agent gave no late answer: %v", err)
+	}
+	eff, err := h.step("x") // the same id: the next attempt
+	if err != nil || string(eff.State) != `"fresh"` {
+		t.Errorf("state %s, error %v", eff.State, err)
+	}
+}
+
 func TestHeartbeatsKeepAStepAlive(t *testing.T) {
 	t.Parallel()
 	h := newHost(t, odd("beats", "14"), ExecOptions{StepTimeout: 2 * time.Second}) // 3.5 s

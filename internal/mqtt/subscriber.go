@@ -16,7 +16,7 @@ type Subscription struct {
 	// Resume: the broker's session, if it still has one, was made with exactly these filters. Then nothing is subscribed
 	// again, which would make the broker send all retained messages again. Without it, Subscribe always subscribes: the
 	// safe choice on the first connection of a process, whose filters may have changed since the session was made.
-	// Filters that were dropped stay in the broker's session: only a new client id, or a clean session, removes them.
+	// Filters that were dropped stay in the broker's session until Unsubscribe.
 	Resume bool
 	// Buffer is how many messages wait between network and consumer before the network is held back; default 1024.
 	Buffer int
@@ -38,9 +38,10 @@ type Message struct {
 // (as far as the broker goes: many drop what is too much).
 type Subscriber struct {
 	*session
-	c    chan Message
-	full chan struct{} // closed when the buffer has been full once
-	once sync.Once
+	c         chan Message
+	full      chan struct{} // closed when the buffer has been full once
+	once      sync.Once
+	confirmed atomic.Bool
 }
 
 // Subscribe connects and subscribes at QoS 1, with Options.ConnectTimeout for each of the two. Errors are those of Dial, and
@@ -63,6 +64,7 @@ func Subscribe(ctx context.Context, o Options, sub Subscription) (*Subscriber, e
 	}
 	s.session = session
 	if sub.Resume && session.present {
+		s.confirmed.Store(true)
 		return s, nil
 	}
 	filters := make(map[string]byte, len(sub.Filters))
@@ -71,7 +73,11 @@ func Subscribe(ctx context.Context, o Options, sub Subscription) (*Subscriber, e
 	}
 	token := session.paho.SubscribeMultiple(filters, nil).(*paho.SubscribeToken)
 	granted := make(chan error, 1)
-	session.conn.tasks.Go(func() { granted <- session.granted(token) })
+	session.conn.tasks.Go(func() {
+		err := session.granted(token)
+		s.confirmed.Store(err == nil)
+		granted <- err
+	})
 	limit, cancel := context.WithTimeoutCause(ctx, o.withDefaults().ConnectTimeout, fmt.Errorf("%w: no SUBACK", ErrTimeout))
 	defer cancel()
 	select {
@@ -86,6 +92,30 @@ func Subscribe(ctx context.Context, o Options, sub Subscription) (*Subscriber, e
 		return nil, fmt.Errorf("subscribe at %s: %w", session.host, err)
 	}
 	return s, nil
+}
+
+// Unsubscribe drops filters from the broker's session and returns after the UNSUBACK. Until then C must be consumed: the
+// UNSUBACK comes behind the messages. The end of the connection or of ctx ends the wait; the filters may be dropped or not.
+func (s *Subscriber) Unsubscribe(ctx context.Context, filters ...string) error {
+	if len(filters) == 0 {
+		return nil
+	}
+	token := s.paho.Unsubscribe(filters...)
+	select {
+	case <-token.Done():
+	case <-s.lost:
+		return fmt.Errorf("unsubscribe at %s: %w", s.host, s.Err())
+	case <-ctx.Done():
+		return fmt.Errorf("unsubscribe at %s: %w", s.host, context.Cause(ctx))
+	}
+	err := token.Error()
+	if reason := s.Err(); err != nil && reason != nil {
+		err = reason
+	}
+	if err != nil {
+		return fmt.Errorf("unsubscribe at %s: %w", s.host, err)
+	}
+	return nil
 }
 
 // granted waits for the SUBACK and ends the connection if it does not grant everything.
@@ -118,6 +148,10 @@ func (s *Subscriber) C() <-chan Message { return s.c }
 
 // SessionPresent reports whether the broker had kept the session. If not, what was published meanwhile is lost here.
 func (s *Subscriber) SessionPresent() bool { return s.present }
+
+// Confirmed reports whether the broker's session is known to have all filters: the SUBACK has come, or Resume found them.
+// Only then may the next Subscription say Resume.
+func (s *Subscriber) Confirmed() bool { return s.confirmed.Load() }
 
 // deliver runs on paho's goroutine: it only sends.
 func (s *Subscriber) deliver(session *session, m paho.Message) {

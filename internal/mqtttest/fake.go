@@ -18,6 +18,7 @@ type Fake struct {
 	deaf      bool
 	conns     int
 	published []FakePublish
+	acked     []uint16
 	live      map[int]*fakeConn
 }
 
@@ -91,6 +92,13 @@ func (f *Fake) Published() []FakePublish {
 	return append([]FakePublish(nil), f.published...)
 }
 
+// Acked is the packet ids of the PUBACKs that came from clients, in their order.
+func (f *Fake) Acked() []uint16 {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return append([]uint16(nil), f.acked...)
+}
+
 // Await waits until ok about all that was published, and fails the test when that takes too long.
 func (f *Fake) Await(what string, ok func([]FakePublish) bool) {
 	f.t.Helper()
@@ -146,6 +154,8 @@ func (f *Fake) answer(c *fakeConn, n int, packet Packet) bool {
 			codes = append(codes, suback)
 		}
 		c.send(append([]byte{Suback << 4, byte(2 + len(codes)), hi, lo}, codes...)...)
+	case Puback:
+		f.set(func() { f.acked = append(f.acked, id) })
 	case Unsubscribe:
 		c.send(Unsuback<<4, 2, hi, lo)
 	case Pingreq:

@@ -35,6 +35,7 @@ type Counts struct {
 	Redelivered    int // those with the DUP flag
 	ClientPubacks  int // PUBACK packets from clients
 	Subscribes     int
+	Unsubscribes   int
 	Pings          int // PINGREQ packets from clients
 	Pongs          int // PINGRESP packets from the broker: it has read what came before the ping
 	Disconnects    int
@@ -233,6 +234,8 @@ func (p *Proxy) judge(packet Packet, up bool) (verdict Verdict, delay time.Durat
 			c.ClientPubacks++
 		case up && packet.Type == Subscribe:
 			c.Subscribes++
+		case up && packet.Type == Unsubscribe:
+			c.Unsubscribes++
 		case up && packet.Type == Pingreq:
 			c.Pings++
 		case up && packet.Type == Disconnect:

@@ -14,7 +14,10 @@ import (
 // travel. TestDataSurvives.
 const maxDepth = 10_000
 
-var errEnd = errors.New("ends in the middle")
+var (
+	errEnd  = errors.New("ends in the middle")
+	errDeep = fmt.Errorf("nests deeper than %d", maxDepth)
+)
 
 // skipValue returns the index after the JSON value that starts at b[i]. It accepts exactly what encoding/json's Valid
 // accepts; UTF-8 is the caller's to check. FuzzSkipValue.
@@ -30,7 +33,7 @@ func skipValue(b []byte, i int) (int, error) {
 		switch c := b[i]; c {
 		case '{', '[':
 			if len(open) == maxDepth {
-				return 0, fmt.Errorf("nests deeper than %d", maxDepth)
+				return 0, errDeep
 			}
 			open = append(open, c+2) // in ASCII, } and ] follow { and [ by two
 			i = skipSpace(b, i+1)

@@ -3,9 +3,12 @@ package sqlite
 import (
 	"os"
 	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
 )
 
-// bootID names this boot of the machine.
+// bootID names this boot of the machine; "" when it cannot be known.
 func bootID() string {
 	b, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
 	if err != nil {
@@ -13,3 +16,6 @@ func bootID() string {
 	}
 	return strings.TrimSpace(string(b))
 }
+
+// uptime is how long this boot has lasted, time asleep included.
+func uptime() time.Duration { return gettime(unix.CLOCK_BOOTTIME) }

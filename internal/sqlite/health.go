@@ -39,7 +39,7 @@ func (s *Store) Health(ctx context.Context) error {
 	if s.writer == nil {
 		return nil
 	}
-	now := s.writer.o.now()
+	now := s.writer.o.Clocks.Wall()
 	if since := s.writer.since.Load(); since != nil && now.Sub(*since) > stuckAfter {
 		return fmt.Errorf("a commit to %s has been under way for %s", filepath.Base(s.path), now.Sub(*since).Round(time.Second))
 	}

@@ -18,7 +18,7 @@ import (
 func TestHealthNoticesACommitThatHangs(t *testing.T) {
 	var ahead atomic.Int64
 	start := time.Now() // and the clock stands still
-	s := open(t, newPath(t), Options{Create: true, now: func() time.Time { return start.Add(time.Duration(ahead.Load())) }})
+	s := open(t, newPath(t), Options{Create: true, Clocks: Clocks{Wall: func() time.Time { return start.Add(time.Duration(ahead.Load())) }}})
 	healthy := func() error { t.Helper(); return s.Health(t.Context()) }
 	if err := healthy(); err != nil {
 		t.Fatal(err)
@@ -94,7 +94,7 @@ func TestHealthOfAReaderIsThatItReads(t *testing.T) {
 func TestHealthNoticesThatNothingCanBeCommitted(t *testing.T) {
 	var ahead atomic.Int64
 	start := time.Now() // and the clock stands still
-	s := open(t, newPath(t), Options{Create: true, now: func() time.Time { return start.Add(time.Duration(ahead.Load())) }})
+	s := open(t, newPath(t), Options{Create: true, Clocks: Clocks{Wall: func() time.Time { return start.Add(time.Duration(ahead.Load())) }}})
 	if err := s.Write(t.Context(), func(context.Context, *Tx) error { return errOwn }); !errors.Is(err, errOwn) {
 		t.Fatal(err)
 	}

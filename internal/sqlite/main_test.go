@@ -26,7 +26,7 @@ func TestMain(m *testing.M) {
 	}
 	run, arg := map[string]func(path string) error{
 		"write": writeRows, "group": writeGroups, "open": openOnly, "create": createNode, "die": createUntil,
-		"hold": holdWriteLock, "lock": holdLock, "pass": passBy,
+		"upgrade": upgradeUntil, "hold": holdWriteLock, "lock": holdLock, "pass": passBy,
 	}[program], os.Getenv("POSTRIDER_TEST_PATH")
 	if err := run(arg); err != nil {
 		fmt.Println("error", err)
@@ -233,12 +233,13 @@ func passBy(path string) error {
 
 // rowsSchema is the smallest schema that the writer accepts.
 var rowsSchema = Schema{Name: "rows", AppID: 0x726f7773, Version: 3, Text: `
-CREATE TABLE meta (id INTEGER PRIMARY KEY CHECK (id = 1), boot TEXT NOT NULL, clock_us INTEGER NOT NULL, commit_seq INTEGER NOT NULL) STRICT;
+CREATE TABLE meta (id INTEGER PRIMARY KEY CHECK (id = 1), boot TEXT NOT NULL, clock_us INTEGER NOT NULL, up_us INTEGER NOT NULL, wall_us INTEGER NOT NULL,
+	steady_us INTEGER NOT NULL, skip_us INTEGER NOT NULL DEFAULT 0, commit_seq INTEGER NOT NULL) STRICT;
 CREATE TABLE writer (id TEXT PRIMARY KEY, commit_seq INTEGER NOT NULL, at_us INTEGER NOT NULL) STRICT, WITHOUT ROWID;
 CREATE TABLE row (id INTEGER PRIMARY KEY, writer INTEGER, data ANY, at_us INTEGER) STRICT;
 CREATE TABLE child (id INTEGER PRIMARY KEY, row INTEGER REFERENCES row (id) DEFERRABLE INITIALLY DEFERRED) STRICT;
 `, Init: func(ctx context.Context, tx *Tx) error {
-	_, _, err := tx.Exec(ctx, "INSERT INTO meta (id, boot, clock_us, commit_seq) VALUES (1, '', 0, 0)")
+	_, _, err := tx.Exec(ctx, "INSERT INTO meta (id, boot, clock_us, up_us, wall_us, steady_us, commit_seq) VALUES (1, '', ?1, 0, ?1, ?1, 0)", tx.NowUS)
 	return err
 }}
 

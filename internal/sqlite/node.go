@@ -16,6 +16,12 @@ const (
 	nodeVersion = 2          // of schema.sql
 )
 
+var nodeUpgrades = map[int]Fill{
+	// Agents were not forgotten when they left, so all of them may be hosted. Timers by the wall clock go on at the
+	// machine's pace: nobody noted which they were.
+	1: with(FillClocks, Fill{"agent.hosted": "1", "seen.outcome": "iif(outcome = 'handed-over', outcome, NULL)"}),
+}
+
 // Node is the identity of a node's database.
 type Node struct {
 	Name     string // fixed for the life of the file
@@ -25,7 +31,7 @@ type Node struct {
 
 // NodeSchema is the kind of database that schema.sql, given as text, describes. node is the name that a new file gets.
 func NodeSchema(text, node string, path string) Schema {
-	return Schema{Name: "Postrider", AppID: nodeAppID, Version: nodeVersion, Text: text, Init: func(ctx context.Context, tx *Tx) error {
+	return Schema{Name: "Postrider", AppID: nodeAppID, Version: nodeVersion, Text: text, Upgrades: nodeUpgrades, Init: func(ctx context.Context, tx *Tx) error {
 		real, err := realPath(path)
 		if err != nil {
 			return err
@@ -34,8 +40,8 @@ func NodeSchema(text, node string, path string) Schema {
 		if err != nil {
 			return err
 		}
-		_, _, err = tx.Exec(ctx, "INSERT INTO meta (id, node, epoch, client_id, boot, clock_us, up_us, steady_us, commit_seq) VALUES (1, ?, ?, ?, ?, ?, 0, ?, 0)",
-			node, epoch, "postrider-"+node+"-"+rand.Text()[:10], bootID(), tx.NowUS, tx.SteadyUS)
+		_, _, err = tx.Exec(ctx, `INSERT INTO meta (id, node, epoch, client_id, boot, clock_us, up_us, wall_us, steady_us, commit_seq)
+			VALUES (1, ?, ?, ?, '', ?, 0, ?, ?, 0)`, node, epoch, "postrider-"+node+"-"+rand.Text()[:10], tx.NowUS, tx.WallUS, tx.SteadyUS)
 		return err
 	}}
 }

@@ -3,7 +3,8 @@
 // All writes of a process go through one goroutine that takes what is waiting, runs each unit on its own (in a savepoint
 // where one failed), commits once (synchronous=FULL) and only then answers each: nothing is answered that a power cut could
 // undo. Readers are read-only connections of bounded lifetime. Every schema opened here has the tables meta (id = 1, boot,
-// clock_us, commit_seq) and writer (id, commit_seq, at_us), which the writer sets in every transaction.
+// clock_us, up_us, wall_us, steady_us, skip_us, commit_seq) and writer (id, commit_seq, at_us), which the writer sets in
+// every transaction.
 //
 // While a file is open here, nothing else in the process may open it: closing any other descriptor drops the POSIX locks
 // that SQLite holds, and the next outside program may then delete the live WAL. On Linux the main file's locks belong to
@@ -40,6 +41,8 @@ var (
 	ErrFull = errors.New("the disk is full")
 	// ErrNewer: the file was written by a later version.
 	ErrNewer = errors.New("database of a newer version")
+	// ErrOlder: the file was written by an earlier version, and opened for reading; opening it for writing upgrades it.
+	ErrOlder = errors.New("database of an older version")
 	// ErrBusy: another process held the write lock for too long. Nothing was changed.
 	ErrBusy = errors.New("database is locked by another process")
 	// ErrClosed: the store was closed before the unit ran. Nothing was changed.
@@ -60,6 +63,8 @@ type Schema struct {
 	Text  string // CREATE statements
 	// Version is PRAGMA user_version of Text.
 	Version int
+	// Upgrades are the steps from older versions, each to the next one, by the number of the older.
+	Upgrades map[int]Fill
 	// Init fills a new file in the transaction that makes it; nil: nothing to fill.
 	Init func(ctx context.Context, tx *Tx) error
 }
@@ -76,8 +81,9 @@ type Options struct {
 	// BeforeStatement runs before each statement of a unit; its error becomes the statement's. Fault tests only.
 	BeforeStatement func(query string) error
 
-	now   func() time.Time         // nil: time.Now
-	boot  string                   // "": this machine's
+	// Clocks are for tests.
+	Clocks Clocks
+
 	fault func(point string) error // nil: none; points are named where they are called
 }
 
@@ -91,12 +97,7 @@ func (o Options) filled() Options {
 	if o.Logger == nil {
 		o.Logger = slog.New(slog.DiscardHandler)
 	}
-	if o.now == nil {
-		o.now = time.Now
-	}
-	if o.boot == "" {
-		o.boot = bootID()
-	}
+	o.Clocks = o.Clocks.filled()
 	if o.fault == nil {
 		o.fault = func(string) error { return nil }
 	}
@@ -116,11 +117,12 @@ type Store struct {
 	file   os.FileInfo // of the file that was opened
 	read   *sql.DB
 	stmts  sync.Map // query text → *sql.Stmt of read
-	writer *writer  // nil when read-only
+	clock  *clock
+	writer *writer // nil when read-only
 }
 
 // Open opens the file at path and refuses, untouched, what is not of the wanted kind: ErrNotFound, ErrForeign,
-// ErrNewer. Its first act is a commit, so that whatever a process killed inside its fsync left behind is durable before
+// ErrNewer. A file of an older version is upgraded, unless it is opened for reading: ErrOlder. Its first act is a commit, so that whatever a process killed inside its fsync left behind is durable before
 // anybody acts on it. Close ends the writer's goroutine.
 func Open(ctx context.Context, path string, schema Schema, o Options) (*Store, error) {
 	o = o.filled()
@@ -136,13 +138,15 @@ func Open(ctx context.Context, path string, schema Schema, o Options) (*Store, e
 	if err != nil {
 		return nil, err
 	}
-	if found != filled && (!o.Create || o.ReadOnly) {
-		if found == missing {
-			return nil, fmt.Errorf("%w: %s", ErrNotFound, path)
+	switch {
+	case found == older && o.ReadOnly:
+		return nil, fmt.Errorf("%w: %s", ErrOlder, path)
+	case found == older:
+		if err := upgrade(ctx, abs, schema, o); err != nil {
+			return nil, unusable(path, err)
 		}
-		return nil, fmt.Errorf("%w: %s is empty, not a %s database", ErrForeign, path, schema.Name)
-	}
-	if found != filled {
+	case found == filled:
+	case o.Create && !o.ReadOnly:
 		if err := create(ctx, abs, schema, o); err != nil {
 			return nil, unusable(path, err)
 		}
@@ -150,16 +154,23 @@ func Open(ctx context.Context, path string, schema Schema, o Options) (*Store, e
 		if _, err := probe(ctx, path, abs, schema); err != nil {
 			return nil, err
 		}
+	case found == missing:
+		return nil, fmt.Errorf("%w: %s", ErrNotFound, path)
+	default:
+		return nil, fmt.Errorf("%w: %s is empty, not a %s database", ErrForeign, path, schema.Name)
 	}
-	s := &Store{path: abs, read: openPool(dsn(abs, "ro", "&_busy_timeout=5000&_query_only=on&_dqs=0"), 8)}
+	s := &Store{path: abs, clock: &clock{Clocks: o.Clocks}, read: openPool(dsn(abs, "ro", "&_busy_timeout=5000&_query_only=on&_dqs=0"), 8)}
 	s.read.SetConnMaxLifetime(time.Minute)
 	if s.file, err = os.Stat(abs); err != nil {
 		return nil, errors.Join(fmt.Errorf("open %s: %w", path, err), s.read.Close())
 	}
 	if o.ReadOnly {
+		if err := s.clock.open(ctx, s.read); err != nil {
+			return nil, errors.Join(unusable(path, err), s.read.Close())
+		}
 		return s, nil
 	}
-	if s.writer, err = newWriter(ctx, abs, o); err != nil {
+	if s.writer, err = newWriter(ctx, abs, s.clock, o); err != nil {
 		return nil, errors.Join(unusable(path, err), s.read.Close())
 	}
 	if o.Metrics != nil {
@@ -189,6 +200,9 @@ func (s *Store) Close() error {
 
 // Path is the file's absolute path, symbolic links resolved: one file has one name, also for the locks named after it.
 func (s *Store) Path() string { return s.path }
+
+// Boot names the machine's present boot. Where it is unknown, no other process has the same.
+func (s *Store) Boot() string { return s.clock.Boot }
 
 // Reader is the pool of read-only connections. A query holds a snapshot until its rows are closed, and the WAL grows
 // meanwhile: read soon, under a context with a deadline.
@@ -232,6 +246,7 @@ type content int
 const (
 	missing content = iota
 	empty           // also: a process died between making the file and filling it
+	older           // filled by an earlier version
 	filled          // with what is wanted
 )
 
@@ -265,8 +280,11 @@ func probe(ctx context.Context, path, abs string, schema Schema) (content, error
 	if err := refuse(path, schema, id, version, tables, err); err != nil {
 		return 0, err
 	}
-	if id == 0 {
+	switch {
+	case id == 0:
 		return empty, nil
+	case version < schema.Version:
+		return older, nil
 	}
 	return filled, nil
 }
@@ -291,7 +309,7 @@ func refuse(path string, schema Schema, id int32, version, tables int, err error
 		return fmt.Errorf("%w: %s is not a %s database", ErrForeign, path, schema.Name)
 	case version > schema.Version:
 		return fmt.Errorf("%w: %s has schema %d, this program knows up to %d", ErrNewer, path, version, schema.Version)
-	case version < schema.Version:
+	case version < schema.Version && schema.fills(version) == nil:
 		return fmt.Errorf("%w: %s has schema %d, which this program cannot upgrade", ErrForeign, path, version)
 	}
 	return nil
@@ -299,6 +317,9 @@ func refuse(path string, schema Schema, id int32, version, tables int, err error
 
 // unusable tells a file that SQLite cannot work with (permissions, damage) from other failures to open it.
 func unusable(path string, err error) error {
+	if code(err)&0xff == lib.SQLITE_BUSY {
+		return fmt.Errorf("open %s: %w", path, ErrBusy)
+	}
 	if full(err) {
 		return fmt.Errorf("%w: open %s: %w", ErrFull, path, err)
 	}
@@ -361,7 +382,8 @@ func fill(ctx context.Context, abs string, schema Schema, o Options) error {
 			return err
 		}
 		if schema.Init != nil {
-			tx := &Tx{conn: conn, stmts: map[string]*sql.Stmt{}, NowUS: o.now().UnixMicro(), SteadyUS: o.now().UnixMicro(), WallUS: o.now().UnixMicro()}
+			now := o.Clocks.Wall().UnixMicro()
+			tx := &Tx{conn: conn, stmts: map[string]*sql.Stmt{}, NowUS: now, SteadyUS: now, WallUS: now}
 			if err := errors.Join(schema.Init(ctx, tx), tx.close()); err != nil {
 				return err
 			}

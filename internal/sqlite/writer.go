@@ -189,7 +189,7 @@ type writer struct {
 	ended  chan struct{}
 	failed error // of the last close; read after ended
 
-	clock clock
+	clock *clock
 	link
 	trimAt   time.Time     // not before
 	trimWait time.Duration // after the next failure
@@ -208,7 +208,7 @@ type failure struct {
 	at  time.Time
 }
 
-func (w *writer) fail(err error) { w.broken.Store(&failure{err, w.o.now()}) }
+func (w *writer) fail(err error) { w.broken.Store(&failure{err, w.o.Clocks.Wall()}) }
 
 // link is one connection. It is pinned and lives until replaced; its own BEGIN and COMMIT are prepared like the rest.
 type link struct {
@@ -217,9 +217,9 @@ type link struct {
 	tx   *Tx // statements of conn
 }
 
-func newWriter(ctx context.Context, path string, o Options) (*writer, error) {
+func newWriter(ctx context.Context, path string, clock *clock, o Options) (*writer, error) {
 	w := &writer{
-		path: path, id: rand.Text(), o: o, log: o.Logger.With("component", "store"), clock: clock{wall: o.now},
+		path: path, id: rand.Text(), o: o, log: o.Logger.With("component", "store"), clock: clock,
 		queue: make(chan *request, 4096), quit: make(chan struct{}), ended: make(chan struct{}),
 		duration: prometheus.NewHistogram(prometheus.HistogramOpts{
 			Name: "postrider_commit_duration_seconds", Help: "Time of a group's transaction, BEGIN to COMMIT.",
@@ -235,6 +235,9 @@ func newWriter(ctx context.Context, path string, o Options) (*writer, error) {
 	}
 	w.link = l
 	if err := w.inherit(ctx); err != nil {
+		return nil, errors.Join(err, l.close())
+	}
+	if err := clock.open(ctx, w.conn); err != nil {
 		return nil, errors.Join(err, l.close())
 	}
 	if o.Metrics != nil {
@@ -426,7 +429,7 @@ func (w *writer) loop() {
 				live = append(live, r)
 			}
 		}
-		now := w.o.now()
+		now := w.o.Clocks.Wall()
 		w.since.Store(&now)
 		w.commit(live, false)
 		clear(group) // an answered unit's memory is its caller's
@@ -522,20 +525,11 @@ func answer(group []*request, err error) {
 	}
 }
 
-// first is a process's first unit. A recorded clock belongs to one boot: a machine that starts again does not inherit a
-// time that lay in the future. Rows of writers gone for long are swept; one whose COMMIT is in doubt is never behind by both.
+// first is a process's first unit. Rows of writers gone for long are swept; one whose COMMIT is in doubt is never behind
+// by both.
 func (w *writer) first(ctx context.Context, tx *Tx) error {
-	wall := w.o.now()
-	n, _, err := tx.Exec(ctx, "UPDATE meta SET boot = ?, clock_us = ? WHERE id = 1 AND boot <> ?", w.o.boot, wall.UnixMicro(), w.o.boot)
-	if err != nil {
-		return err
-	}
-	if n == 1 {
-		tx.NowUS = wall.UnixMicro()
-		w.clock.saw(tx.NowUS)
-	}
-	_, _, err = tx.Exec(ctx, "DELETE FROM writer WHERE at_us < ? AND commit_seq < (SELECT commit_seq - 1000 FROM meta WHERE id = 1)",
-		wall.Add(-24*time.Hour).UnixMicro())
+	_, _, err := tx.Exec(ctx, "DELETE FROM writer WHERE at_us < ? AND commit_seq < (SELECT commit_seq - 1000 FROM meta WHERE id = 1)",
+		tx.WallUS-(24*time.Hour).Microseconds())
 	return err
 }
 
@@ -571,11 +565,11 @@ func (w *writer) begin() (seq int64, err error) {
 	ctx := context.Background()
 	w.tx.gone, w.tx.failed = nil, false
 	w.tx.before = nil
-	err = w.tx.Get(ctx, "UPDATE meta SET commit_seq = commit_seq + 1, clock_us = max(clock_us, ?) WHERE id = 1 RETURNING commit_seq, clock_us",
-		[]any{w.clock.nowUS()}, &seq, &w.tx.NowUS)
+	wall, up := w.clock.read()
+	err = w.tx.Get(ctx, nextTimes, []any{w.clock.Boot, wall, up}, &seq, &w.tx.NowUS, &w.tx.SteadyUS)
 	if err == nil {
-		w.clock.saw(w.tx.NowUS)
-		w.tx.SteadyUS, w.tx.WallUS = w.tx.NowUS, w.tx.NowUS
+		w.clock.saw(w.tx.NowUS, w.tx.SteadyUS, up)
+		w.tx.WallUS = wall
 		_, _, err = w.tx.Exec(ctx, `INSERT INTO writer (id, commit_seq, at_us) VALUES (?, ?, ?)
 			ON CONFLICT (id) DO UPDATE SET commit_seq = excluded.commit_seq, at_us = excluded.at_us`, w.id, seq, w.tx.NowUS)
 	}

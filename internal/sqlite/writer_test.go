@@ -711,48 +711,9 @@ func TestGoexitInAUnitEndsTheStore(t *testing.T) {
 	}
 }
 
-func TestRecordedTimeNeverGoesBackWithinOneBoot(t *testing.T) {
-	var wall atomic.Int64
-	wall.Store(5_000_000)
-	o := Options{Create: true, boot: "first", now: func() time.Time { return time.UnixMicro(wall.Load()) }}
-	path := newPath(t)
-	now := func(s *Store) (us int64) {
-		t.Helper()
-		err := s.Write(t.Context(), func(_ context.Context, tx *Tx) error { us = tx.NowUS; return nil })
-		if err != nil {
-			t.Fatal(err)
-		}
-		return us
-	}
-	run := func(o Options, clock, want int64) {
-		t.Helper()
-		wall.Store(clock)
-		s, err := Open(t.Context(), path, rowsSchema, o)
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer s.Close()
-		if got := now(s); got != want {
-			t.Errorf("boot %s, clock %d: recorded %d, want %d", o.boot, clock, got, want)
-		}
-		wall.Store(clock - 1_000_000)
-		if got := now(s); got != want {
-			t.Errorf("after the clock jumped back: recorded %d, want %d", got, want)
-		}
-		wall.Store(clock - 1_000_000 + 7)
-		if got := now(s); got != want+7 {
-			t.Errorf("after it went on from there: recorded %d, want %d", got, want+7)
-		}
-	}
-	run(o, 5_000_000, 5_000_000)
-	run(o, 3_000_000, 5_000_007) // another process of this boot
-	o.boot = "second"
-	run(o, 4_000_000, 4_000_000) // the machine started again, with a clock that is right now
-}
-
 func TestRowsOfWritersLongGoneAreSwept(t *testing.T) {
 	wall := time.Now()
-	o := Options{Create: true, now: func() time.Time { return wall }}
+	o := Options{Create: true, Clocks: Clocks{Wall: func() time.Time { return wall }}}
 	path := newPath(t)
 	s := open(t, path, o)
 	if err := s.Write(t.Context(), func(ctx context.Context, tx *Tx) error {
@@ -895,33 +856,5 @@ func TestMetricsLastAsLongAsTheStore(t *testing.T) {
 	families, err := reg.Gather()
 	if err != nil || len(families) != 0 {
 		t.Errorf("after Close: %v, %v", families, err)
-	}
-}
-
-// A wall clock that is set back does not stop recorded time: what is scheduled by it still comes.
-func TestRecordedTimeGoesOnWhenTheClockIsSetBack(t *testing.T) {
-	real := time.Now()
-	var back atomic.Bool
-	s := open(t, newPath(t), Options{Create: true, now: func() time.Time {
-		now := time.Now()
-		if back.Load() {
-			return real.Add(-time.Hour).Add(now.Sub(real))
-		}
-		return now
-	}})
-	before := s.NowUS()
-	back.Store(true)
-	var recorded int64
-	deadline := time.Now().Add(10 * time.Second)
-	for recorded <= before+2000 {
-		if time.Now().After(deadline) {
-			t.Fatalf("recorded time stands at %d, %d when the clock was set back", recorded, before)
-		}
-		if err := s.Write(t.Context(), func(_ context.Context, tx *Tx) error { recorded = tx.NowUS; return nil }); err != nil {
-			t.Fatal(err)
-		}
-	}
-	if now := s.NowUS(); now < recorded || now > recorded+10_000_000 {
-		t.Errorf("NowUS is %d right after %d was recorded", now, recorded)
 	}
 }

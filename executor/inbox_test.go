@@ -1,0 +1,305 @@
+package executor
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"postrider/internal/agent"
+	"postrider/internal/record"
+)
+
+// everyState brings a node to where there is an input in every state, and returns their ids by state.
+func everyState(t *testing.T) (*node, map[string]string) {
+	t.Helper()
+	m := moody{"dead": agent.Terminal, "stuck": agent.Retryable}
+	n := newNode(t, map[string]agent.Agent{"a": m, "gone": agent.Func(scripted)}, quick)
+	n.send("gone", "g", "first", "{}")
+	n.send("a", "r", "first", `{"commands": [{"type": "t", "in": "1h", "id": "c", "data": {}}, {"run": "w", "type": "t", "id": "w", "data": {"commands": []}}]}`)
+	n.settle()
+	n.send("a", "r", "dead", "{}")
+	n.send("a", "r", "cancels", `{"cancel": ["c"]}`)
+	n.send("a", "r", "given-up", "{}")
+	n.drop(n.row("r", "given-up"))
+	n.send("a", "p", "stuck", "{}")
+	n.send("a", "p", "behind", "{}")
+	n.settle()
+	o := quick
+	o.Routes = map[string]Route{"far": {Node: "n2"}}
+	n.restart(t, map[string]agent.Agent{"a": m}, o)
+	n.send("gone", "g", "unhosted", "{}")
+	n.settle()
+	if _, err := n.trySend("far", "f", "handed", "{}"); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := n.passOn(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := n.trySend("far", "f", "elsewhere", "{}"); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := n.trySend("far@n3", "f", "addressed", "{}"); err != nil {
+		t.Fatal(err)
+	}
+	n.send("a", "r", "running", "{}")
+	n.inHand(t)
+	if _, err := Submit(t.Context(), n.store, Input{Tenant: "d", Agent: "a", Run: "r", ID: "timer", Type: "t", Data: []byte("{}"), In: time.Hour}); err != nil {
+		t.Fatal(err)
+	}
+	n.exec("UPDATE inbox SET ended_us = 1, outcome = 'withdrawn' WHERE input_id = 'withdrawn'")
+	return n, map[string]string{"first": InputConsumed, "cancels": InputConsumed, idPrefix + "n1/d/r/c": InputCancelled, "dead": InputDead, "given-up": InputDropped,
+		"stuck": InputPaused, "behind": InputPending, "unhosted": InputUnhosted, "handed": InputHanded, "elsewhere": InputElsewhere, "addressed": InputElsewhere,
+		"running": InputRunning, "timer": InputWaiting, idPrefix + "n1/d/r/w": InputConsumed}
+}
+
+func TestInputsSaysWhereEachIsAndWhy(t *testing.T) {
+	n, want := everyState(t)
+	got, why := map[string]string{}, map[string]string{}
+	for _, run := range []string{"r", "p", "g", "f", "w"} {
+		list, _, err := Inputs(t.Context(), n.store, InputFilter{Run: run, States: InputStates, Limit: 100})
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, in := range list {
+			if in.Run != run || in.Data != nil {
+				t.Errorf("run %s has %+v", run, in)
+			}
+			got[in.ID], why[in.ID] = in.State, in.Reason+in.LastError
+		}
+	}
+	for id, state := range want {
+		if got[id] != state {
+			t.Errorf("%s is %q, want %s", id, got[id], state)
+		}
+		in, err := FindInput(t.Context(), n.store, "d", map[string]string{"stuck": "p", "behind": "p", "unhosted": "g", "handed": "f", "elsewhere": "f", "addressed": "f",
+			idPrefix + "n1/d/r/w": "w"}[id]+map[bool]string{true: "r"}[n.value("SELECT run_name FROM inbox WHERE input_id = ?", id) == "r" || id == "first"], id)
+		if err != nil || in.State != state || in.Data == nil {
+			t.Errorf("find %s: %+v, %v", id, in, err)
+		}
+	}
+	for id, want := range map[string]string{"dead": "no dead", "stuck": "no stuck", "behind": fmt.Sprintf("paused at input %d", n.row("p", "stuck")), "unhosted": "agent gone is not hosted here",
+		"handed": "to node n2", "elsewhere": "goes to node n2", "addressed": "goes to node n3", "given-up": "by an operator"} {
+		if !strings.Contains(why[id], want) {
+			t.Errorf("%s: %q, want %q", id, why[id], want)
+		}
+	}
+
+	// What is not over, in order of due time, in pages, over all runs.
+	var live []string
+	for id, state := range want {
+		if slices.Contains(InputStates[:LiveStates], state) {
+			live = append(live, id)
+		}
+	}
+	for _, size := range []int{1, 3, 100} {
+		var ids []string
+		var due int64
+		f := InputFilter{Tenant: "d", States: InputStates[:LiveStates], Limit: size, Data: true}
+		for more := true; more; {
+			var page []InputInfo
+			var err error
+			if page, more, err = Inputs(t.Context(), n.store, f); err != nil {
+				t.Fatal(err)
+			}
+			for _, in := range page {
+				if in.DueUS < due || string(in.Data) != "{}" {
+					t.Errorf("%+v behind %d", in, due)
+				}
+				ids, due, f.After = append(ids, in.ID), in.DueUS, in.Row
+			}
+		}
+		if ids[len(ids)-1] != "timer" {
+			t.Errorf("last of %v", ids)
+		}
+		slices.Sort(ids)
+		if slices.Sort(live); !slices.Equal(ids, live) {
+			t.Errorf("in pages of %d: %v, want %v", size, ids, live)
+		}
+	}
+	for name, c := range map[string]struct {
+		f    InputFilter
+		want string
+	}{
+		"tenant": {InputFilter{Tenant: "e", States: InputStates[:LiveStates]}, ""},
+		"agent":  {InputFilter{Agent: "far", States: InputStates[:LiveStates]}, "elsewhere addressed"},
+		"state":  {InputFilter{States: []string{InputDead, InputDropped}}, "dead given-up"},
+		"both":   {InputFilter{Run: "f", Agent: "a", States: InputStates}, ""},
+	} {
+		c.f.Limit = 10
+		list, _, err := Inputs(t.Context(), n.store, c.f)
+		var ids []string
+		for _, in := range list {
+			ids = append(ids, in.ID)
+		}
+		if got := strings.Join(ids, " "); err != nil || got != c.want {
+			t.Errorf("%s: %s, %v, want %s", name, got, err, c.want)
+		}
+	}
+	if _, _, err := Inputs(t.Context(), n.store, InputFilter{States: InputStates, Limit: 1}); !errors.Is(err, ErrInvalid) {
+		t.Errorf("consumed of all runs: %v", err)
+	}
+	if _, _, err := Inputs(t.Context(), n.store, InputFilter{States: InputStates[:1], Limit: 1, After: 1 << 40}); !errors.Is(err, ErrNotFound) {
+		t.Errorf("after nothing: %v", err)
+	}
+}
+
+// What is over is no part of what is read to list what is not, however much it is.
+func TestInputsScansNoTable(t *testing.T) {
+	n := newNode(t, one(scripted), quick)
+	for _, f := range []InputFilter{
+		{States: InputStates[:LiveStates]}, {Run: "r", States: InputStates[:LiveStates]}, {States: []string{InputDead}}, {Run: "r", States: InputStates},
+		{States: []string{InputCancelled}}, {Tenant: "d", Agent: "a", States: InputStates[:1]},
+	} {
+		chosen, args := f.query()
+		rows, err := n.store.Reader().Query("EXPLAIN QUERY PLAN "+inputQuery+"WHERE i.id IN ("+chosen+") ORDER BY i.due_us, i.id",
+			append([]any{1, true, f.Tenant, f.Run, f.Agent, 0, 0, 10}, args...)...)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer rows.Close()
+		steps := 0
+		for rows.Next() {
+			var id, parent, notUsed int64
+			var detail string
+			if err := rows.Scan(&id, &parent, &notUsed, &detail); err != nil {
+				t.Fatal(err)
+			}
+			steps++
+			for _, table := range []string{"i", "c", "o"} {
+				if detail == "SCAN "+table {
+					t.Errorf("%+v: %s", f, detail)
+				}
+			}
+			if strings.HasPrefix(detail, "SCAN i ") && !strings.Contains(detail, "inbox_") {
+				t.Errorf("%+v: %s", f, detail)
+			}
+		}
+		if err := rows.Err(); err != nil || steps < 3 {
+			t.Errorf("%+v: %d steps, %v", f, steps, err)
+		}
+	}
+}
+
+// An id stands for one input, whatever dead letters came under it later; without a memory of ids the newest counts.
+func TestFindInputByWhatItsIDStandsFor(t *testing.T) {
+	n := newNode(t, one(scripted), quick)
+	n.send("a", "s", "1", `{"commands": [{"run": "r", "type": "t", "id": "c", "data": {}}, {"type": "t", "run": "r", "data": {}}]}`)
+	n.settle()
+	n.send("a", "s", "2", `{"commands": [{"run": "r", "type": "t", "id": "c", "data": {"next": "wait"}}]}`)
+	n.settle()
+	id := idPrefix + "n1/d/s/c"
+	if got := n.inputs("r"); !strings.Contains(got, id+" consumed") || !strings.Contains(got, id+" dead") {
+		t.Fatalf("inputs: %s", got)
+	}
+	in, err := FindInput(t.Context(), n.store, "d", "r", id)
+	if err != nil || in.State != InputConsumed || in.Step == 0 || in.Branch != n.show("r").Branch || string(in.Data) != "{}" {
+		t.Errorf("%+v, %v", in, err)
+	}
+	// One without an id of its own is found down the steps, on any branch.
+	for i := range 40 {
+		n.send("a", "r", fmt.Sprint(i), "{}")
+	}
+	n.settle()
+	unnamed := n.value("SELECT input_id FROM inbox WHERE run_name = 'r' AND input_id LIKE 'pr:%/1/1'")
+	for range 2 {
+		if in, err := FindInput(t.Context(), n.store, "d", "r", unnamed); err != nil || in.State != InputConsumed || in.ID != unnamed {
+			t.Errorf("%+v, %v", in, err)
+		}
+		n.rewind("r", 0)
+	}
+	for _, c := range [][3]string{{"d", "r", "nothing"}, {"d", "nobody", id}, {"e", "r", id}, {"d", record.NodeRun, id}} {
+		if in, err := FindInput(t.Context(), n.store, c[0], c[1], c[2]); !errors.Is(err, ErrNotFound) {
+			t.Errorf("%v: %+v, %v", c, in, err)
+		}
+	}
+}
+
+func TestChainLeadsFromInputToRecordToInput(t *testing.T) {
+	n := newNode(t, one(scripted), quick)
+	if _, err := Submit(t.Context(), n.store, Input{Tenant: "d", Agent: "a", Run: "r", ID: "1", Type: "order", Source: "cli", Trace: "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+		Data: []byte(`{"state": {"x": 1}, "events": [{"type": "e", "data": [1]}], "messages": [{"topic": "lamp", "text": "ON"}],
+			"commands": [{"agent": "b@n2", "run": "far", "type": "t", "id": "f", "data": 7}, {"run": "near", "type": "t", "id": "n", "data": {}}]}`)}); err != nil {
+		t.Fatal(err)
+	}
+	n.settle()
+	for i := range 40 { // more than a mark apart
+		n.send("a", "r", fmt.Sprint("x", i), `{"events": [{"type": "e2"}]}`)
+	}
+	n.settle()
+	all, err := Chain(t.Context(), n.store, "d", "r", 100)
+	if err != nil || len(all) != 42 {
+		t.Fatalf("%d steps, %v", len(all), err)
+	}
+	start, first := all[0], all[1]
+	if start.Step != 0 || start.In != nil || len(start.Records) != 1 || start.Records[0].Type != record.TypeRunStarted {
+		t.Errorf("%+v", start)
+	}
+	if first.Step != 1 || first.In == nil || first.In.ID != "1" || first.In.Type != "order" || first.In.Source != "cli" || first.In.Correlation != "1" || first.In.Data != nil {
+		t.Errorf("%+v", first)
+	}
+	var got []string
+	for _, r := range first.Records {
+		got = append(got, strings.Join([]string{fmt.Sprint(r.LSN), r.Kind, r.Type, r.Destination, r.Run, r.InputID, r.State, r.Correlation, r.Causation}, " "))
+		if !strings.HasPrefix(r.Trace, "00-0af7651916cd43dd8448eb211c80319c") {
+			t.Errorf("%+v", r)
+		}
+	}
+	if want := "2 event e    pending 1 1|3 command t b@n2 far pr:n1/d/r/f pending 1 1|4 message  lamp   pending 1 1"; strings.Join(got, "|") != want {
+		t.Errorf("records:\n%s, want\n%s", strings.Join(got, "|"), want)
+	}
+	if c := first.Commands; len(c) != 1 || c[0].Run != "near" || c[0].ID != "pr:n1/d/r/n" || c[0].State != InputConsumed || c[0].Correlation != "1" || c[0].Causation == "" {
+		t.Errorf("%+v", c)
+	}
+	// The next link has what this one made as its input.
+	near, err := Chain(t.Context(), n.store, "d", "near", 1)
+	if err != nil || len(near) != 1 || near[0].In.ID != first.Commands[0].ID || near[0].In.Correlation != "1" || near[0].In.Causation != first.Commands[0].Causation {
+		t.Errorf("%+v, %v", near, err)
+	}
+	for i, l := range all[2:] {
+		if l.In == nil || l.In.ID != fmt.Sprint("x", i) || len(l.Records) != 1 || l.Records[0].LSN != l.LSN || len(l.Commands) != 0 {
+			t.Errorf("step %d: %+v", l.Step, l)
+		}
+	}
+
+	// One step with all its data, also when it was taken back.
+	for _, live := range []bool{true, false} {
+		l, err := EffectsOf(t.Context(), n.store, first.Branch, 1)
+		if err != nil || l.Live != live || string(l.State) != `{"x": 1}` || len(l.Records) != 3 || string(l.Records[0].Data) != "[1]" ||
+			string(l.Records[2].Data) != "ON" || string(l.In.Data[:9]) != `{"state":` {
+			t.Errorf("live %t: %+v, %v", live, l, err)
+		}
+		n.rewind("r", 0)
+	}
+	for _, c := range []struct {
+		branch string
+		step   int64
+	}{{first.Branch, 99}, {"01ARZ3NDEKTSV4RRFFQ69G5FAV", 1}, {n.show("r").Branch, 0}} {
+		if l, err := EffectsOf(t.Context(), n.store, c.branch, c.step); !errors.Is(err, ErrNotFound) {
+			t.Errorf("%v: %+v, %v", c, l, err)
+		}
+	}
+}
+
+// A record of the runtime's own that comes after a step is no effect of it.
+func TestEffectsAreThoseOfTheStepAlone(t *testing.T) {
+	m := moody{"2": agent.Retryable}
+	n := moodyNode(t, m, quick)
+	n.send("a", "r", "1", `{"events": [{"type": "e"}]}`)
+	n.send("a", "r", "2", `{}`)
+	n.settle()
+	n.mustBe("r", "paused", "1")
+	clear(m)
+	if _, err := Resume(t.Context(), n.store, "d", "r", ""); err != nil {
+		t.Fatal(err)
+	}
+	n.settle()
+	for step, want := range map[int64]int{1: 1, 2: 0} {
+		l, err := EffectsOf(t.Context(), n.store, n.show("r").Branch, step)
+		if err != nil || len(l.Records) != want {
+			t.Errorf("step %d: %+v, %v", step, l.Records, err)
+		}
+	}
+}
