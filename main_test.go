@@ -26,6 +26,8 @@ import (
 	"time"
 
 	"github.com/rogpeppe/go-internal/testscript"
+
+	"postrider/internal/mqtt"
 )
 
 func TestMain(m *testing.M) {

@@ -79,7 +79,7 @@ func TestHandOverBetweenTwoNodes(t *testing.T) {
 	for i := range each {
 		for from, agent := range map[string]string{"n1": "b", "n2": "a"} {
 			mqtttest.Eventually(t, "an input is taken", func() bool {
-				return r.try(from, "send", agent, fmt.Sprint("run-", i%3), "--id", strconv.Itoa(i)) == nil
+				return r.try(from, "send", agent, fmt.Sprint(agent, "-", i%3), "--id", strconv.Itoa(i)) == nil
 			})
 		}
 		switch i % 10 {

@@ -261,9 +261,13 @@ CREATE TABLE relay_lease (
   next_us     INTEGER                                 -- when the next is tried
 ) STRICT;
 
--- What the broker's kept session of this node's inputs was told to take: a filter that is dropped must be unsubscribed.
+-- What a broker's kept session of this node's inputs was told to take: a filter that is dropped must be unsubscribed, and
+-- one that was granted need not be subscribed again, which would have all retained messages sent again.
 CREATE TABLE subscription (
-  filter      TEXT PRIMARY KEY
+  broker      TEXT    NOT NULL,                       -- host:port
+  filter      TEXT    NOT NULL,
+  granted     INTEGER NOT NULL DEFAULT 0 CHECK (granted IN (0, 1)),
+  PRIMARY KEY (broker, filter)
 ) STRICT, WITHOUT ROWID;
 
 -- Inputs in order of arrival. A consumed one stays, since a rewind may need it. Pending: not consumed, not cancelled,

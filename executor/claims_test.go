@@ -650,7 +650,8 @@ func kill() {
 }
 
 // childNode is that node. Its agent kills the process in run "poison"; with TOGETHER, once that many steps are in hand,
-// none of which ends before; with VICTIM, also in that run. With AT, the process dies before that statement.
+// none of which ends before; with LAST, once all others rest; with VICTIM, also in that run. With AT, the
+// process dies before that statement.
 func childNode(path string) {
 	number := func(name string) int64 {
 		i, err := strconv.ParseInt(cmp.Or(os.Getenv(name), "0"), 10, 64)
@@ -662,6 +663,7 @@ func childNode(path string) {
 	together, at := number("TOGETHER"), number("AT")
 	var inHand, statements atomic.Int64
 	all := make(chan struct{})
+	n := &node{t: failNow{}}
 	decide := agent.Func(func(ctx context.Context, s agent.Step) (agent.Effects, error) {
 		if together > 0 {
 			if inHand.Add(1) == together {
@@ -670,6 +672,9 @@ func childNode(path string) {
 			<-all
 		}
 		switch {
+		case s.Run == "poison" && os.Getenv("LAST") != "":
+			eventually(n.t, "all others rest", func() bool { return n.value("SELECT count(*) FROM run WHERE status <> 'idle'") == "1" })
+			kill()
 		case s.Run == "poison", s.Run == os.Getenv("VICTIM"):
 			kill()
 		case together > 0:
@@ -689,13 +694,12 @@ func childNode(path string) {
 	if err != nil {
 		panic(err)
 	}
-	e := New(store, "n1", one(decide), Options{DeadLetter: os.Getenv("DEAD_LETTER") != "", Poll: 2 * time.Millisecond})
+	n.Executor = New(store, "n1", one(decide), Options{DeadLetter: os.Getenv("DEAD_LETTER") != "", Poll: 2 * time.Millisecond})
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan error, 1)
-	go func() { done <- e.Run(ctx) }()
-	n := &node{Executor: e, t: failNow{}}
+	go func() { done <- n.Run(ctx) }()
 	eventually(n.t, "the node settles", func() bool {
-		return e.Health() == nil && n.value("SELECT count(*) FROM run WHERE status NOT IN ('idle', 'paused')") == "0"
+		return n.Health() == nil && n.value("SELECT count(*) FROM run WHERE status NOT IN ('idle', 'paused')") == "0"
 	})
 	cancel()
 	if err := errors.Join(<-done, store.Close()); err != nil {
@@ -783,6 +787,8 @@ func TestPowerCutsCountAgainstNobody(t *testing.T) {
 		env := []string{"BOOT=" + strconv.Itoa(i)}
 		if i == 0 {
 			env = append(env, "TOGETHER=64")
+		} else {
+			env = append(env, "LAST=1")
 		}
 		if !n.child(t, env...) {
 			t.Fatal("the node settled")
@@ -794,6 +800,10 @@ func TestPowerCutsCountAgainstNobody(t *testing.T) {
 	if got := n.value("SELECT count(*) FROM inbox WHERE outcome IS NOT NULL"); got != "0" {
 		t.Errorf("%s inputs were set aside", got)
 	}
+	if got := n.stands("poison"); got != "running, 0" {
+		t.Errorf("the poison is %s", got)
+	}
+	n.healthyOnce()
 }
 
 // A process that is killed before any statement of recovery and of the turns, by somebody else, is followed by one that

@@ -242,8 +242,13 @@ func sendThenRetire(ctx context.Context, store *sqlite.Store, w way, row int64, 
 	if r.Expires != 0 {
 		r.Expires = store.Wall(r.Expires)
 	}
-	if err := w.Send(ctx, r); err != nil {
-		return err
+	if err := w.Send(ctx, r); err != nil { // the others go first next time: perhaps it is this one that no broker takes
+		werr := store.Write(context.WithoutCancel(ctx), func(ctx context.Context, tx *sqlite.Tx) error {
+			_, _, err := tx.Exec(ctx, `UPDATE inbox SET attempts = attempts + 1, next_us = ? + ? * min(60, attempts + 1), last_error = ?
+				WHERE id = ? AND run IS NULL AND ended_us IS NULL`, tx.SteadyUS, time.Second.Microseconds(), cut(err.Error(), 1024), row)
+			return err
+		})
+		return errors.Join(err, werr)
 	}
 	return store.Write(ctx, func(ctx context.Context, tx *sqlite.Tx) error {
 		if again, err := strayAt(ctx, tx, row); err != nil || again == nil {

@@ -164,6 +164,9 @@ func TestOwnHandOverComesBack(t *testing.T) {
 	n.send("a", "r", "x", "{}")
 	n.settle()
 	n.want("commands", n.commands(), []string{"~node 1: a@n2 r x {} hops 1"})
+	if out := n.send("a", "r", "x", "{}"); !out.Duplicate {
+		t.Error("what was handed over is taken again")
+	}
 	n.restart(t, one(scripted), routed("a=n2"))
 	if out := n.receive(fromNode("n2", 1, 1, "a", "r", "x", "{}", 2)); out[0] != record.Stored {
 		t.Errorf("it was %s", out[0])
@@ -232,6 +235,14 @@ func TestHandOverOrder(t *testing.T) {
 		n.want("order", tp.list, []string{"send", "retire"})
 		n.want("commands", n.commands(), nil)
 	})
+	t.Run("neither takes the other's", func(t *testing.T) {
+		n, tp, rows := begin(t)
+		if err := errors.Join(handOver(t.Context(), n.store, outboxWay{func() {}}, rows[1:], 1000), handOver(t.Context(), n.store, sends{tp}, rows[:1], 1000)); err != nil {
+			t.Fatal(err)
+		}
+		n.want("order", tp.list, nil)
+		n.want("inbox", n.inbox(), []string{"x pending nowhere", "y pending nowhere"})
+	})
 	t.Run("best effort, send fails", func(t *testing.T) {
 		n, _, _ := begin(t)
 		away := errors.New("away")
@@ -239,6 +250,9 @@ func TestHandOverOrder(t *testing.T) {
 			t.Errorf("Forward: %v", err)
 		}
 		n.want("inbox", n.inbox(), []string{"x pending nowhere", "y pending nowhere"})
+		if got := n.value("SELECT attempts || last_error || (next_us > due_us) FROM inbox WHERE input_id = 'y'"); got != "1away1" {
+			t.Errorf("attempts, last error and next try are %s", got)
+		}
 	})
 	if _, ok := any(outboxWay{}).(durable); !ok {
 		t.Error("the way of plain routes is not durable")
@@ -273,6 +287,33 @@ func TestForwardSendsWhatIsBestEffort(t *testing.T) {
 	if k, err := f.Forward(t.Context(), send); k != 0 || err != nil {
 		t.Errorf("Forward once more: %d, %v", k, err)
 	}
+}
+
+// A crowd that waits for a best-effort route does not keep others from going.
+func TestBestEffortInputsAreInNobodysWay(t *testing.T) {
+	n := newNode(t, map[string]agent.Agent{}, routed("b=n2,best-effort", "c=n2"))
+	for i := range strayBatch + 1 {
+		n.send("b", "r", fmt.Sprint("b", i), "{}")
+	}
+	n.send("c", "r", "y", "{}")
+	if _, err := n.passOn(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	n.want("commands", n.commands(), []string{"~node 1: c@n2 r y {} hops 1"})
+}
+
+func TestWhatCannotTravelIsADeadLetter(t *testing.T) {
+	o := routed("a=n2")
+	o.MaxRecord = 100
+	n := newNode(t, map[string]agent.Agent{}, o)
+	late := fromNode("n3", 1, 1, "a", "r", "late", "{}", 1)
+	late.Expires = time.Now().Add(-time.Minute).UnixMicro()
+	n.receive(late)
+	n.send("a", "r", "large", `"`+strings.Repeat("x", 99)+`"`)
+	n.send("a", "r", "fits", `"`+strings.Repeat("x", 98)+`"`)
+	n.settle()
+	n.want("inbox", n.inbox(), []string{"late dead nowhere: expired before it was handed over", "large dead nowhere: has 101 bytes of data; at most 100 can be handed over",
+		"fits handed-over nowhere: to node n2"})
 }
 
 // A fault before any statement leaves the input in the inbox or in the outbox, never in both and never in none.

@@ -238,18 +238,19 @@ func ReadInput(ctx context.Context, store *sqlite.Store, row int64) (InputInfo, 
 
 // findQueries find an input by its id where no id remembers its row: one that nobody chose, or an old one. Each takes the
 // tenant, the run and the id. They look at what is not over, then at what ended, then down the checkpoints of the run's
-// branches from the newest; no index on ids slows down every input for that.
+// branches from the newest, in that order (CROSS JOIN) and no further than the first; no index on ids slows down every
+// input for that.
 var findQueries = []string{
 	"SELECT id FROM inbox i WHERE i.run = (" + runID + ") AND " + inputLive + " AND i.input_id = ?3 ORDER BY i.id DESC LIMIT 1",
 	"SELECT id FROM inbox i INDEXED BY inbox_elsewhere WHERE i.run IS NULL AND " + inputLive + " AND i.tenant = ?1 AND i.run_name = ?2 AND i.input_id = ?3 ORDER BY i.id DESC LIMIT 1",
 	"SELECT id FROM inbox i WHERE i.run = (" + runID + ") AND i.outcome IN ('dead', 'withdrawn', 'handed-over', 'dropped') AND i.input_id = ?3 ORDER BY i.id DESC LIMIT 1",
 	`SELECT input FROM (WITH RECURSIVE walk (prev_id, input) AS (
 		SELECT * FROM (SELECT c.prev_id, c.input FROM branch b JOIN checkpoint c ON c.id = b.head_id AND c.branch = b.id WHERE b.run = (` + runID + `) ORDER BY b.gen DESC)
-		UNION ALL SELECT c.prev_id, c.input FROM walk w JOIN checkpoint c ON c.id = w.prev_id) SELECT input FROM walk) w JOIN inbox i ON i.id = w.input
+		UNION ALL SELECT c.prev_id, c.input FROM walk w JOIN checkpoint c ON c.id = w.prev_id) SELECT input FROM walk) w CROSS JOIN inbox i ON i.id = w.input
 		WHERE i.input_id = ?3 LIMIT 1`,
 	`SELECT i.id FROM inbox i INDEXED BY inbox_ended WHERE i.run IS NULL AND i.outcome IN ('handed-over', 'dead', 'dropped', 'withdrawn')
 		AND i.tenant = ?1 AND i.run_name = ?2 AND i.input_id = ?3 ORDER BY i.id DESC LIMIT 1`,
-	"SELECT i.id FROM inbox i WHERE i.cancelled_branch IS NOT NULL AND i.run = (" + runID + ") AND i.input_id = ?3 ORDER BY i.id DESC LIMIT 1",
+	"SELECT i.id FROM inbox i INDEXED BY inbox_cancelled WHERE i.cancelled_branch IS NOT NULL AND i.run = (" + runID + ") AND i.input_id = ?3 ORDER BY i.id DESC LIMIT 1",
 }
 
 const runID = "SELECT id FROM run WHERE tenant = ?1 AND name = ?2 AND name <> '" + record.NodeRun + "'"

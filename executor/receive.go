@@ -56,7 +56,6 @@ func takeIn(ctx context.Context, tx *sqlite.Tx, in *record.Inbound) (record.Outc
 		fault = check(in)
 	}
 	if fault != "" {
-		a.explicit = false // what it says of itself stands for nothing
 		_, err := insertInput(ctx, tx, 0, a, cut(fault, 1024))
 		return record.DeadInput, err
 	}

@@ -36,6 +36,7 @@ func TestReceivedInputsCountOnce(t *testing.T) {
 		{"fresh", foreign("a", "r", "f", `{}`), record.Stored},
 		{"again", foreign("a", "r", "f", `{}`), record.Duplicate},
 		{"other content", foreign("a", "r", "f", `{"next":"wait"}`), record.Conflict},
+		{"and again", foreign("a", "r", "f", `{}`), record.Duplicate},
 		{"sent here before", foreign("a", "r", "mine", `{}`), record.Duplicate},
 		{"of the other run", foreign("a", "s", "mine", `{}`), record.Stored},
 		{"a node's", fromNode("n2", 1, 7, "a", "r", "pr:n2/d/q/c", `{}`, 1), record.Stored},
@@ -62,6 +63,32 @@ func TestReceivedInputsCountOnce(t *testing.T) {
 	n.mustBe("r", "idle", "6")
 	if got := n.value("SELECT count(*) FROM inbox WHERE outcome = 'dead' AND reason <> ''"); got != "9" {
 		t.Errorf("%s dead letters, want 9: %s", got, n.inbox())
+	}
+}
+
+// A record of another node may come again when its id is long forgotten.
+func TestRecordsOfNodesAreKnownWithoutAWindow(t *testing.T) {
+	n := newNode(t, one(scripted), quick)
+	n.receive(fromNode("n2", 1, 7, "a", "r", "pr:x", `{}`, 1))
+	n.exec("DELETE FROM seen")
+	if out := n.receive(fromNode("n2", 1, 7, "a", "r", "pr:x", `{}`, 1)); out[0] != record.Duplicate {
+		t.Errorf("it was %s", out[0])
+	}
+}
+
+// An input that the database refuses all the same is a dead letter, and the others of its batch are taken.
+func TestOneRefusedInputDoesNotHoldUpTheOthers(t *testing.T) {
+	n := newNode(t, one(scripted), quick)
+	n.exec("CREATE TRIGGER refuse BEFORE INSERT ON inbox WHEN NEW.type = 'bad' AND NEW.outcome IS NULL BEGIN SELECT RAISE(ABORT, 'no'); END")
+	bad := foreign("a", "r", "2", "{}")
+	bad.Type = "bad"
+	if out := n.receive(foreign("a", "r", "1", "{}"), bad, foreign("a", "r", "3", "{}")); !slices.Equal(out, []record.Outcome{record.Stored, record.DeadInput, record.Stored}) {
+		t.Errorf("they were %s", out)
+	}
+	n.settle()
+	n.mustBe("r", "idle", "2")
+	if got := n.inbox(); len(got) != 3 || !strings.Contains(strings.Join(got, " "), "2 dead nowhere: cannot be stored: ") {
+		t.Errorf("inbox: %s", got)
 	}
 }
 

@@ -80,7 +80,7 @@ func purgeSeen(ctx context.Context, store *sqlite.Store, window time.Duration) (
 			return fmt.Errorf("keep ids of inputs that wait: %w", err)
 		}
 		gone, _, err := tx.Exec(ctx, "DELETE FROM seen WHERE (tenant, run_name, input_id) IN (SELECT tenant, run_name, input_id FROM ("+oldSeen+"))",
-			tx.SteadyUS, window.Microseconds(), purgeBatch-waits)
+			tx.SteadyUS, window.Microseconds(), purgeBatch)
 		if err != nil {
 			return fmt.Errorf("forget old input ids: %w", err)
 		}

@@ -83,6 +83,10 @@ func (e *Executor) retime(ctx context.Context, since int64) (moved int64, err er
 	return moved, nil
 }
 
+// timeOfAt is the steady time of a timer by the wall clock, ?3 and ?4 being what the two are now. One that was due before
+// the wall clock got there is due now; one that was due all the time keeps its place.
+const timeOfAt = "iif(at_us <= ?4, min(due_us, ?3), ?3 + at_us - ?4)"
+
 // retimeSome does that for the first timers after a row, and says after which row the next are.
 func retimeSome(ctx context.Context, tx *sqlite.Tx, since, after int64) (moved, next int64, err error) {
 	var last, found int64
@@ -95,9 +99,9 @@ func retimeSome(ctx context.Context, tx *sqlite.Tx, since, after int64) (moved, 
 		next = math.MaxInt64
 	}
 	// What a run has in hand, also during a pause, was due before since.
-	moved, _, err = tx.Exec(ctx, `UPDATE inbox INDEXED BY inbox_at SET due_us = max(?3, ?3 + at_us - ?4) WHERE id > ?1 AND id <= ?2 AND at_us IS NOT NULL
+	moved, _, err = tx.Exec(ctx, `UPDATE inbox INDEXED BY inbox_at SET due_us = `+timeOfAt+` WHERE id > ?1 AND id <= ?2 AND at_us IS NOT NULL
 		AND consumed_branch IS NULL AND cancelled_branch IS NULL AND ended_us IS NULL AND due_us > ?5
-		AND abs(due_us - max(?3, ?3 + at_us - ?4)) > 1000`,
+		AND abs(due_us - `+timeOfAt+`) > 1000`,
 		after, last, tx.SteadyUS, tx.WallUS, since)
 	if err != nil {
 		return 0, 0, fmt.Errorf("set timers: %w", err)

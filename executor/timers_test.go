@@ -3,6 +3,7 @@ package executor
 import (
 	"context"
 	"database/sql"
+	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -123,11 +124,15 @@ func TestClockThatIsSetFiresAndSilencesNothing(t *testing.T) {
 
 func clockIsSet(t *testing.T, dir, mode string, wall time.Time, set, again func(w *watch), at string) {
 	w, d := newWatch(wall), &diary{start: time.Now()}
-	var busy atomic.Bool
+	var busy, busyAgain atomic.Bool
 	agents := map[string]agent.Agent{"a": agent.Func(func(ctx context.Context, s agent.Step) (agent.Effects, error) {
 		switch s.Input.Type {
 		case "busy":
 			if !busy.Swap(true) {
+				return agent.Effects{}, &agent.Error{Code: agent.Busy, RetryAfter: 30 * time.Minute}
+			}
+		case "busy again":
+			if !busyAgain.Swap(true) {
 				return agent.Effects{}, &agent.Error{Code: agent.Busy, RetryAfter: 30 * time.Minute}
 			}
 		case "long":
@@ -192,8 +197,14 @@ func clockIsSet(t *testing.T, dir, mode string, wall time.Time, set, again func(
 	change(set)
 	pass(time.Until(d.start.Add(25 * time.Minute)))
 	change(again)
+	pass(time.Until(d.start.Add(27 * time.Minute)))
+	for typ, in := range map[string]time.Duration{"busy again": 0, "after": 50 * time.Minute} {
+		if _, err := Submit(t.Context(), n.store, Input{Tenant: "d", Agent: "a", Run: strings.ReplaceAll(typ, " ", "-"), Type: typ, Data: []byte("{}"), Source: "cli", In: in}); err != nil {
+			t.Fatal(err)
+		}
+	}
 	pass(time.Until(d.start.Add(100*time.Minute + 30*time.Second)))
-	want := []string{"busy 30m0s", "in 1h0m0s", "kept 1h30m0s"}
+	want := []string{"busy 30m0s", "in 1h0m0s", "kept 1h30m0s", "busy again 57m0s", "after 1h17m0s"}
 	if mode == "running" {
 		want = append(want, "long 20m0s")
 	}
@@ -322,14 +333,15 @@ func TestTimersFollowTheClockInBatches(t *testing.T) {
 	at("broken", "paused", time.Now().Add(-time.Minute)) // due, and fails
 	at("broken", "paused", hour)
 	n.settle()
-	if err := n.watchClocks(t.Context()); err != nil {
-		t.Fatal(err)
-	}
 	const inHand = "SELECT wake_us || ' ' || due_us FROM run r JOIN inbox i ON i.id = r.claim_input WHERE r.name = 'paused'"
-	pausedBefore, seqBefore := n.value(inHand), n.value("SELECT commit_seq FROM meta")
+	pausedBefore := n.value(inHand)
 	if pausedBefore == "" {
 		t.Fatal("no run waits for its next attempt")
 	}
+	if err := n.watchClocks(t.Context()); err != nil { // as at start
+		t.Fatal(err)
+	}
+	seqBefore := n.value("SELECT commit_seq FROM meta")
 	look := func() {
 		t.Helper()
 		if err := n.watchClocks(t.Context()); err != nil {
@@ -386,8 +398,9 @@ func TestOrderOfTimersThatMoved(t *testing.T) {
 	submit("at 2h", 0, now.Add(2*time.Hour))
 	submit("at 10m", 0, now.Add(10*time.Minute))
 	submit("past", 0, now.Add(-time.Hour))
+	submit("plain", 0, time.Time{})
 	submit("in 2h", 2*time.Hour, time.Time{})
-	if err := n.watchClocks(t.Context()); err != nil {
+	if err := n.watchClocks(t.Context()); err != nil { // as at start
 		t.Fatal(err)
 	}
 	ahead.Store(int64(time.Hour))
@@ -396,7 +409,7 @@ func TestOrderOfTimersThatMoved(t *testing.T) {
 	}
 	n.settle()
 	// Those that the clock reached are due when it was set, in order of their arrival.
-	if got, want := n.stepInputs("r"), []string{"past", "at 20m", "at 10m"}; !slices.Equal(got, want) {
+	if got, want := n.stepInputs("r"), []string{"past", "plain", "at 20m", "at 10m"}; !slices.Equal(got, want) {
 		t.Errorf("steps took %q, want %q", got, want)
 	}
 }
@@ -537,5 +550,51 @@ func oldNode(t *testing.T, path string) {
 	}
 	if err := db.Close(); err != nil {
 		t.Fatal(err)
+	}
+}
+
+// A time that can only be a mistake is refused by its name, and nothing is stored.
+func TestAbsurdTimesAreRefused(t *testing.T) {
+	n := newNode(t, one(scripted), quick)
+	before := dump(t, n.store, false)
+	for _, c := range []struct {
+		in   time.Duration
+		at   int64
+		want string
+	}{
+		{-time.Second, 0, "invalid in: -1s is negative"},
+		{time.Second, 1, "invalid at: excludes in"},
+		{0, -1, "invalid at: -1 microseconds is not a time from 1970 to 9999"},
+		{0, time.Date(10_000, 1, 1, 0, 0, 0, 0, time.UTC).UnixMicro(), "invalid at: 253402300800000000 microseconds is not a time from 1970 to 9999"},
+	} {
+		_, err := Submit(t.Context(), n.store, Input{Tenant: "d", Agent: "a", Run: "r", Type: "t", Data: []byte("1"), Source: "cli", In: c.in, AtUS: c.at})
+		var field *FieldError
+		if !errors.As(err, &field) || err.Error() != c.want {
+			t.Errorf("in %v, at %d: %v, want %s", c.in, c.at, err, c.want)
+		}
+	}
+	mustEqual(t, "after refusals", dump(t, n.store, false), before)
+	for _, at := range []int64{1, time.Date(9999, 12, 31, 23, 59, 59, 999_999_000, time.UTC).UnixMicro()} {
+		if _, err := Submit(t.Context(), n.store, Input{Tenant: "d", Agent: "a", Run: "r", Type: "t", Data: []byte("1"), Source: "cli", AtUS: at}); err != nil {
+			t.Errorf("at %d: %v", at, err)
+		}
+	}
+
+	late := time.Date(9900, 1, 1, 0, 0, 0, 0, time.UTC)
+	for want, cmd := range map[string]agent.Command{
+		"in: 2400000h0m0s leads beyond the year 9999":         {In: 2_400_000 * time.Hour},
+		"expires_in: 2400000h0m0s leads beyond the year 9999": {ExpiresIn: 2_400_000 * time.Hour},
+		"at: 10000 is not a year from 1970 to 9999":           {At: time.Date(9999, 12, 31, 23, 59, 59, 0, time.FixedZone("", -3600))},
+		"at: 1969 is not a year from 1970 to 9999":            {At: time.Date(1970, 1, 1, 0, 30, 0, 0, time.FixedZone("", 3600))},
+	} {
+		cmd.Type = "t"
+		_, err := limits{node: "n1", maxRecord: 1000, hosted: n.hosted}.plan(&claim{agent: "a", name: "r", tenant: "d"}, agent.Effects{Commands: []agent.Command{cmd}},
+			late.UnixMicro(), late.UnixMicro())
+		if err == nil || err.Error() != "commands[0]."+want {
+			t.Errorf("%v, want %s", err, want)
+		}
+	}
+	if us, err := ParseTime("2026-01-31T13:00:00.000001+01:00"); err != nil || us != time.Date(2026, 1, 31, 12, 0, 0, 1000, time.UTC).UnixMicro() {
+		t.Errorf("parsed %d, %v", us, err)
 	}
 }

@@ -161,7 +161,8 @@ func (s *Subscriber) session(ctx context.Context, progress *bool) error {
 		return err
 	}
 	defer conn.Close()
-	s.sub.Resume = true // from now on this process knows the kept session's filters
+	// Without the SUBACK nobody knows what the session has, and the next connection subscribes again.
+	defer func() { s.sub.Resume = conn.Confirmed() }()
 	s.fold.metrics.connected.Set(1)
 	defer s.fold.metrics.connected.Set(0)
 	s.log.Info("subscribed", "client_id", s.fold.clientID, "session_kept", conn.SessionPresent())

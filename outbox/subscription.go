@@ -9,54 +9,66 @@ import (
 	"postrider/internal/sqlite"
 )
 
-// Subscribing records, before a SUBSCRIBE, the filters that the broker's kept session of this node's inputs is told to take,
+// Subscribing records, before a SUBSCRIBE, the filters that a broker's kept session of this node's inputs is told to take,
 // and returns those that it was told before and that are not among them: they must be unsubscribed, or what comes on them
-// would come for ever. A process may end at any point: the record always holds at least what the session does.
-func (o *Outbox) Subscribing(ctx context.Context, filters []string) (dropped []string, err error) {
+// would come for ever. granted says that the session has all of filters, if the broker still has it. A process may end at
+// any point: the record always holds at least what the session does.
+func (o *Outbox) Subscribing(ctx context.Context, broker string, filters []string) (dropped []string, granted bool, err error) {
 	err = o.store.Write(ctx, func(ctx context.Context, tx *sqlite.Tx) error {
 		for _, f := range filters {
-			if _, _, err := tx.Exec(ctx, "INSERT INTO subscription (filter) VALUES (?) ON CONFLICT DO NOTHING", f); err != nil {
+			if _, _, err := tx.Exec(ctx, "INSERT INTO subscription (broker, filter) VALUES (?, ?) ON CONFLICT DO NOTHING", broker, f); err != nil {
 				return fmt.Errorf("record subscription to %s: %w", f, err)
 			}
 		}
-		all, err := subscriptions(ctx, tx)
-		if err != nil {
-			return err
-		}
-		dropped = slices.DeleteFunc(all, func(f string) bool { return slices.Contains(filters, f) })
-		return nil
+		dropped, granted, err = subscriptions(ctx, tx, broker, filters)
+		return err
 	})
 	if err != nil {
-		return nil, err
+		return nil, false, err
 	}
-	return dropped, nil
+	return dropped, granted, nil
 }
 
-func subscriptions(ctx context.Context, tx *sqlite.Tx) (filters []string, err error) {
-	rows, err := tx.Query(ctx, "SELECT filter FROM subscription ORDER BY filter")
+func subscriptions(ctx context.Context, tx *sqlite.Tx, broker string, wanted []string) (dropped []string, granted bool, err error) {
+	rows, err := tx.Query(ctx, "SELECT filter, granted FROM subscription WHERE broker = ? ORDER BY filter", broker)
 	if err != nil {
-		return nil, fmt.Errorf("list subscriptions: %w", err)
+		return nil, false, fmt.Errorf("list subscriptions: %w", err)
 	}
 	defer rows.Close()
+	granted = true
 	for rows.Next() {
 		var f string
-		if err := rows.Scan(&f); err != nil {
-			return nil, fmt.Errorf("list subscriptions: %w", err)
+		var g bool
+		if err := rows.Scan(&f, &g); err != nil {
+			return nil, false, fmt.Errorf("list subscriptions: %w", err)
 		}
-		filters = append(filters, f)
+		if slices.Contains(wanted, f) {
+			granted = granted && g
+		} else {
+			dropped = append(dropped, f)
+		}
 	}
 	if err := errors.Join(rows.Err(), rows.Close()); err != nil {
-		return nil, fmt.Errorf("list subscriptions: %w", err)
+		return nil, false, fmt.Errorf("list subscriptions: %w", err)
 	}
-	return filters, nil
+	return dropped, granted, nil
+}
+
+// Subscribed records the SUBACK for filters.
+func (o *Outbox) Subscribed(ctx context.Context, broker string, filters []string) error {
+	return o.each(ctx, "UPDATE subscription SET granted = 1 WHERE broker = ? AND filter = ?", broker, filters)
 }
 
 // Unsubscribed forgets filters, after the UNSUBACK or when the broker has no session.
-func (o *Outbox) Unsubscribed(ctx context.Context, filters []string) error {
+func (o *Outbox) Unsubscribed(ctx context.Context, broker string, filters []string) error {
+	return o.each(ctx, "DELETE FROM subscription WHERE broker = ? AND filter = ?", broker, filters)
+}
+
+func (o *Outbox) each(ctx context.Context, query, broker string, filters []string) error {
 	return o.store.Write(ctx, func(ctx context.Context, tx *sqlite.Tx) error {
 		for _, f := range filters {
-			if _, _, err := tx.Exec(ctx, "DELETE FROM subscription WHERE filter = ?", f); err != nil {
-				return fmt.Errorf("forget subscription to %s: %w", f, err)
+			if _, _, err := tx.Exec(ctx, query, broker, f); err != nil {
+				return fmt.Errorf("record subscription to %s: %w", f, err)
 			}
 		}
 		return nil

@@ -44,8 +44,8 @@ type ReceiverOptions struct {
 // broker keeps it and sends it again. A Relay runs it while it holds the lock of the database, beside its sessions: one
 // failing does not stop the other.
 //
-// It subscribes when the broker has no session, and on the first connection of a process, whose filters may be others than
-// the last one's: then retained messages come again.
+// It subscribes when the broker has no session, or one that was not told all of its filters: then retained messages come
+// again.
 type Receiver struct {
 	box     *outbox.Outbox
 	inlets  *record.Inlets
@@ -54,7 +54,9 @@ type Receiver struct {
 	o       ReceiverOptions
 	log     *slog.Logger
 	sub     mqtt.Subscription
+	host    string   // of the broker, in table subscription
 	dropped []string // filters that the kept session may still have
+	granted bool     // this process recorded the SUBACK
 	known   bool     // dropped was read
 	said    saidOnce
 	c       inboundCondition
@@ -82,8 +84,13 @@ func NewReceiver(box *outbox.Outbox, inlets *record.Inlets, broker mqtt.Options,
 	if o.Logger == nil {
 		o.Logger = slog.New(slog.DiscardHandler)
 	}
+	host := ""
+	if u, err := mqtt.ParseBroker(broker.Broker); err == nil { // else no session ever comes about
+		host = u.Host
+	}
 	v := &Receiver{
-		box: box, inlets: inlets, broker: broker, receive: receive, o: o, log: o.Logger.With("component", "receiver"),
+		host: host,
+		box:  box, inlets: inlets, broker: broker, receive: receive, o: o, log: o.Logger.With("component", "receiver"),
 		sub:       mqtt.Subscription{Filters: inlets.Filters(), Buffer: inboundBuffer},
 		connected: prometheus.NewGauge(prometheus.GaugeOpts{Name: "postrider_inbound_connected", Help: "1 while inputs are subscribed at the broker."}),
 		messages: prometheus.NewCounterVec(prometheus.CounterOpts{
@@ -142,11 +149,11 @@ func (v *Receiver) run(ctx context.Context) {
 // session is one connection.
 func (v *Receiver) session(ctx context.Context, progress *bool) error {
 	if !v.known {
-		dropped, err := v.box.Subscribing(ctx, v.sub.Filters)
+		dropped, granted, err := v.box.Subscribing(ctx, v.host, v.sub.Filters)
 		if err != nil {
 			return err
 		}
-		v.dropped, v.known = dropped, true
+		v.dropped, v.known, v.sub.Resume = dropped, true, granted
 	}
 	conn, err := mqtt.Subscribe(ctx, v.broker, v.sub)
 	if err != nil {
@@ -156,6 +163,12 @@ func (v *Receiver) session(ctx context.Context, progress *bool) error {
 	v.connected.Set(1)
 	defer v.connected.Set(0)
 	v.c.connected()
+	if conn.Confirmed() && !v.granted {
+		if err := v.box.Subscribed(ctx, v.host, v.sub.Filters); err != nil {
+			return err
+		}
+		v.granted = true
+	}
 	if v.sub.Resume && !conn.SessionPresent() {
 		v.log.Warn("the broker did not keep the session of this node's inputs; what was sent meanwhile is lost")
 	}
@@ -190,7 +203,7 @@ func (v *Receiver) unsubscribe(ctx context.Context, conn *mqtt.Subscriber) error
 			return err
 		}
 	}
-	if err := v.box.Unsubscribed(ctx, v.dropped); err != nil {
+	if err := v.box.Unsubscribed(ctx, v.host, v.dropped); err != nil {
 		return err
 	}
 	v.log.Info("subscriptions are dropped", "filters", len(v.dropped))

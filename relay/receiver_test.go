@@ -36,7 +36,6 @@ type door struct {
 	calls  int
 	taken  []string                               // data, in order
 	answer func(n int, in []record.Inbound) error // of the nth call; nil: all is taken
-	bell   chan struct{}                          // rings after each call
 }
 
 func (d *door) receive(_ context.Context, in []record.Inbound) ([]record.Outcome, error) {
@@ -254,17 +253,51 @@ func TestSessionIsKept(t *testing.T) {
 	v = p.receiver(proxy.URL(), inlets(t), d.receive, relay.ReceiverOptions{})
 	p.run(b.URL(), v)
 	d.await(t, want[:200]...)
-	proxy.Await("another process subscribes again", func(c mqtttest.Counts) bool { return c.Subscribes == 2 })
 	awaitUp(t, v)
+	if n := proxy.Counts().Subscribes; n != 1 {
+		t.Errorf("%d SUBSCRIBEs of two processes whose session was kept", n)
+	}
 
 	// A broker without the session.
 	other := startBroker(t)
 	proxy.SetTarget(other.Addr())
 	proxy.Cut()
-	proxy.Await("it is told again", func(c mqtttest.Counts) bool { return c.Subscribes == 3 })
+	proxy.Await("it is told again", func(c mqtttest.Counts) bool { return c.Subscribes == 2 })
 	awaitUp(t, v)
 	sender(t, other.URL())(nodeTopic, payloads[200:]...)
 	d.await(t, want...)
+}
+
+// A connection that ends before the SUBACK, which comes behind all that the session had kept, leaves the next one to
+// subscribe again.
+func TestUnconfirmedSubscriptionIsRepeated(t *testing.T) {
+	b, p := startBroker(t), newPost(t)
+	proxy := mqtttest.NewProxy(t, b.Addr())
+	v := p.receiver(proxy.URL(), inlets(t), (&door{}).receive, relay.ReceiverOptions{})
+	stop := p.run(b.URL(), v)
+	awaitUp(t, v)
+	stop()
+	p.forgetGrants() // as if it had ended before
+	payloads, want := numbers(0, 2000)
+	sender(t, b.URL())(nodeTopic, payloads...)
+
+	d := &door{answer: func(n int, _ []record.Inbound) error {
+		if n == 1 {
+			proxy.Cut()
+			return errors.New("it is lost meanwhile")
+		}
+		return nil
+	}}
+	v = p.receiver(proxy.URL(), inlets(t), d.receive, relay.ReceiverOptions{})
+	p.run(b.URL(), v)
+	proxy.Await("a third SUBSCRIBE", func(c mqtttest.Counts) bool { return c.Subscribes == 3 })
+	mqtttest.Eventually(t, "all inputs", func() bool { // some of them twice
+		got := map[string]bool{}
+		for _, data := range d.all() {
+			got[data] = true
+		}
+		return len(got) == len(want)
+	})
 }
 
 // A database that takes nothing: what came is kept and tried again on the same connection, then on others.
@@ -505,11 +538,17 @@ func TestReceiverRunsWhereTheLockIs(t *testing.T) {
 	first := p.receiver(b.URL(), inlets(t), d.receive, relay.ReceiverOptions{})
 	stop := p.run(b.URL(), first)
 	awaitUp(t, first)
-	second := p.receiver(b.URL(), inlets(t), d.receive, relay.ReceiverOptions{})
-	p.run(b.URL(), second)
+	proxy := mqtttest.NewProxy(t, b.Addr())
+	second := p.receiver(proxy.URL(), inlets(t), d.receive, relay.ReceiverOptions{})
+	waits := newRelay(p.store, b.URL(), nil, relay.Options{Receiver: second})
+	(&node{t: t, ctx: t.Context()}).start(waits.Run)
+	mqtttest.Eventually(t, "the second relay waits", func() bool { trouble, _ := waits.Health(); return strings.HasPrefix(trouble, "another relay") })
 	awaitTrouble(t, second, "does not hold the lock")
 	sender(t, b.URL())(nodeTopic, order(1))
 	d.await(t, "1")
+	if n := proxy.Counts().Connections; n != 0 {
+		t.Errorf("the second receiver connected %d times", n)
+	}
 	stop()
 	awaitUp(t, second)
 	awaitTrouble(t, first, "does not hold the lock")
@@ -556,6 +595,18 @@ func TestEndDuringACommit(t *testing.T) {
 	}
 }
 
+// forgetGrants has the database not know of any SUBACK.
+func (p *post) forgetGrants() {
+	p.t.Helper()
+	err := p.store.Write(p.t.Context(), func(ctx context.Context, tx *sqlite.Tx) error {
+		_, _, err := tx.Exec(ctx, "UPDATE subscription SET granted = 0")
+		return err
+	})
+	if err != nil {
+		p.t.Fatal(err)
+	}
+}
+
 // A retained message is an input as any other, and says so.
 func TestRetainedMessages(t *testing.T) {
 	b, p, d := startBroker(t), newPost(t), &door{}
@@ -570,8 +621,17 @@ func TestRetainedMessages(t *testing.T) {
 		t.Fatal(err)
 	}
 	v := p.receiver(b.URL(), inlets(t, "plant/+/temp=counter/{1}"), d.receive, relay.ReceiverOptions{})
-	p.run(b.URL(), v)
+	stop := p.run(b.URL(), v)
 	d.await(t, `{"topic":"plant/a/temp","json":21.50,"retained":true}`)
+	awaitUp(t, v)
+	stop()
+
+	// A restart is no reason to have it again.
+	v = p.receiver(b.URL(), inlets(t, "plant/+/temp=counter/{1}"), d.receive, relay.ReceiverOptions{})
+	p.run(b.URL(), v)
+	awaitUp(t, v)
+	sender(t, b.URL())("plant/b/temp", "2")
+	d.await(t, `{"topic":"plant/a/temp","json":21.50,"retained":true}`, `{"topic":"plant/b/temp","json":2,"retained":false}`)
 }
 
 // best is a Forward whose inputs a test gives.

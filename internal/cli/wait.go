@@ -78,7 +78,11 @@ func stuck(what string, in *executor.InputInfo, limit time.Duration) error {
 	text := fmt.Sprintf("%s is not consumed after %s: %s", what, limit, in.State)
 	switch {
 	case in.LastError != "":
-		text += fmt.Sprintf(", failed %d times, next try at %s: %s", in.Attempts, stamp(in.NextUS), cause(in.LastError))
+		text += fmt.Sprintf(", failed %d times", in.Attempts)
+		if in.NextUS != 0 {
+			text += ", next try at " + stamp(in.NextUS)
+		}
+		text += ": " + cause(in.LastError)
 	case in.Reason != "":
 		text += ", " + in.Reason
 	case in.State == executor.InputWaiting:

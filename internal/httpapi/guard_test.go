@@ -9,6 +9,7 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 )
@@ -101,10 +102,11 @@ func TestOpenAddressTakesAToken(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer s.Close()
-	if err := s.Run(t.Context(), prometheus.NewRegistry(), &Inputs{Node: newNode(t)}); err == nil || !strings.Contains(err.Error(), "a token is missing") {
+	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
+	defer cancel()
+	if err := s.Run(ctx, prometheus.NewRegistry(), &Inputs{Node: newNode(t)}); err == nil || !strings.Contains(err.Error(), "a token is missing") {
 		t.Fatalf("Run: %v", err)
 	}
-	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
 	if err := s.Run(ctx, prometheus.NewRegistry(), &Inputs{Node: newNode(t), Token: token(t, "0123456789abcdef")}); err != nil {
 		t.Errorf("with a token: %v", err)

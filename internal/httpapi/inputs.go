@@ -207,8 +207,7 @@ func (i *inputs) post(w http.ResponseWriter, r *http.Request, t target) (p *prob
 
 // read takes a body in, of a client that may be slow, but not silent.
 func (i *inputs) read(w http.ResponseWriter, r *http.Request) (b []byte, p *problem) {
-	c := http.NewResponseController(w)
-	body := &patient{Reader: r.Body, c: c, silence: i.silence, end: time.Now().Add(i.body)}
+	body := &patient{Reader: r.Body, c: http.NewResponseController(w), silence: i.silence, end: time.Now().Add(i.body)}
 	var err error
 	if r.ContentLength >= 0 {
 		b = make([]byte, r.ContentLength)
@@ -216,8 +215,6 @@ func (i *inputs) read(w http.ResponseWriter, r *http.Request) (b []byte, p *prob
 	} else {
 		b, err = io.ReadAll(http.MaxBytesReader(w, io.NopCloser(body), maxBody))
 	}
-	// A deadline that passes while the input is being stored would end the request: net/http looks for a client that hangs up.
-	err = errors.Join(err, c.SetReadDeadline(time.Time{}))
 	var large *http.MaxBytesError
 	switch {
 	case errors.As(err, &large):
@@ -234,7 +231,7 @@ func tooLarge() *problem {
 	return newProblem(http.StatusRequestEntityTooLarge, "an input has at most %d bytes", maxBody)
 }
 
-// patient moves the deadline of a connection with each read.
+// patient moves the deadline of a connection with each read. At the end of the body net/http takes it away.
 type patient struct {
 	io.Reader
 	c       *http.ResponseController

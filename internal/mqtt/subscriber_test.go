@@ -189,3 +189,84 @@ func TestRetainedMessagesAreMarked(t *testing.T) {
 		t.Fatalf("got %q, retained %v", m.Payload, m.Retained)
 	}
 }
+
+// A filter that is dropped brings nothing more, also when the broker has given its packet id to a waiting message.
+func TestUnsubscribe(t *testing.T) {
+	b := startBroker(t)
+	s := subscribe(t, mqtt.Options{Broker: b.URL()}, mqtt.Subscription{Filters: []string{"t/#", "u/#"}})
+	c := dial(t, mqtt.Options{Broker: b.URL()})
+	publishAll(t, c, "t/1", 0, 100)
+	var waiting []mqtt.Message // packet ids 1 to 100
+	for range 100 {
+		waiting = append(waiting, receive(t, s))
+	}
+	if err := s.Unsubscribe(t.Context()); err != nil {
+		t.Error(err)
+	}
+	if err := s.Unsubscribe(t.Context(), "u/#", "none"); err != nil {
+		t.Fatal(err)
+	}
+	for _, m := range waiting {
+		m.Ack()
+	}
+	publishAll(t, c, "u/1", 100, 110)
+	publishAll(t, c, "t/1", 110, 111)
+	if m := receive(t, s); m.Topic != "t/1" {
+		t.Errorf("got a message on %s", m.Topic)
+	}
+	s.Close()
+	// The session itself has dropped it.
+	publishAll(t, c, "u/1", 111, 112)
+	publishAll(t, c, "t/1", 112, 113)
+	s = subscribe(t, mqtt.Options{Broker: b.URL()}, mqtt.Subscription{Resume: true})
+	for _, want := range []string{"110", "112"} {
+		if m := receive(t, s); string(m.Payload) != want {
+			t.Errorf("got %s on %s, want %s", m.Payload, m.Topic, want)
+		}
+	}
+}
+
+// The wait for the UNSUBACK ends with the caller's patience, and with the connection.
+func TestUnsubscribeWithoutAnswer(t *testing.T) {
+	b := startBroker(t)
+	p := mqtttest.NewProxy(t, b.Addr())
+	s := subscribe(t, mqtt.Options{Broker: p.URL()}, mqtt.Subscription{})
+	p.Stall(true)
+	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
+	defer cancel()
+	wantErr(t, s.Unsubscribe(ctx, "t/#"), context.DeadlineExceeded)
+	ended := make(chan error, 1)
+	go func() { ended <- s.Unsubscribe(t.Context(), "t/#") }()
+	p.Cut()
+	wantErr(t, <-ended, mqtt.ErrPeerClosed)
+	wantErr(t, s.Unsubscribe(t.Context(), "t/#"), mqtt.ErrPeerClosed)
+}
+
+// Only what is sure may be resumed: here the connection ends before the SUBACK, while Subscribe has returned for the sake
+// of what fills the buffer.
+func TestSubscriptionIsConfirmed(t *testing.T) {
+	b := startBroker(t)
+	p := mqtttest.NewProxy(t, b.Addr())
+	s := subscribe(t, mqtt.Options{Broker: p.URL()}, mqtt.Subscription{})
+	if !s.Confirmed() {
+		t.Error("a subscription with its SUBACK is not confirmed")
+	}
+	s.Close()
+	publishAll(t, dial(t, mqtt.Options{Broker: b.URL()}), "t/1", 0, 100)
+	s = subscribe(t, mqtt.Options{Broker: p.URL(), KeepAlive: 20 * time.Millisecond}, mqtt.Subscription{Buffer: 4})
+	if s.Confirmed() {
+		t.Error("confirmed before the SUBACK, which is behind messages that nobody took")
+	}
+	p.Cut()
+	awaitLost(t, s.Lost())
+	for len(s.C()) > 0 {
+		<-s.C()
+	}
+	if s.Confirmed() {
+		t.Error("confirmed without its SUBACK")
+	}
+	s = subscribe(t, mqtt.Options{Broker: p.URL()}, mqtt.Subscription{Resume: true})
+	if !s.Confirmed() {
+		t.Error("a session that was resumed is not confirmed")
+	}
+}

@@ -123,6 +123,14 @@ func TestInboundCloudEvents(t *testing.T) {
 	}
 }
 
+// An event that several agents get is an input of each, in a run of its own: a run has one agent.
+func TestRunsNobodyNamedAreOfOneAgent(t *testing.T) {
+	list := inlets(t, "a=x", "a=y").Decode("a", []byte(event(``)), false)
+	if len(list) != 2 || list[0].Run == list[1].Run || list[0].ID != list[1].ID {
+		t.Errorf("%+v", list)
+	}
+}
+
 // The id of a CloudEvent without inputid is its source and its id, and no two pairs make one.
 func TestInputIDTellsPairsApart(t *testing.T) {
 	in := inlets(t)

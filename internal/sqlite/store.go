@@ -145,6 +145,9 @@ func Open(ctx context.Context, path string, schema Schema, o Options) (*Store, e
 		if err := upgrade(ctx, abs, schema, o); err != nil {
 			return nil, unusable(path, err)
 		}
+		if _, err := probe(ctx, path, abs, schema); err != nil { // another process may have upgraded it further
+			return nil, err
+		}
 	case found == filled:
 	case o.Create && !o.ReadOnly:
 		if err := create(ctx, abs, schema, o); err != nil {

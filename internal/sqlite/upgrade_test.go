@@ -206,19 +206,14 @@ func upgradeSteps(t *testing.T, kind string) (n int) {
 // An upgrade that does not come to its end has not begun.
 func TestUpgradeFailsWithoutAChange(t *testing.T) {
 	for kind := range kinds("") {
-		wantText, _ := func() (string, map[string]string) {
-			path := newPath(t)
-			oldFile(t, path, kind, 1, true)
-			return inside(t, path)
-		}()
+		path := newPath(t)
+		oldFile(t, path, kind, 1, true)
+		wantText, wantRows := inside(t, path)
 		steps := upgradeSteps(t, kind)
 		if steps < 5 {
 			t.Fatalf("%s: %d statements", kind, steps)
 		}
 		for at := range steps {
-			path := newPath(t)
-			oldFile(t, path, kind, 1, true)
-			_, wantRows := inside(t, path)
 			n, broken := 0, errors.New("broken")
 			_, err := Open(t.Context(), path, kinds(path)[kind], Options{fault: func(point string) error {
 				if point != "upgrade" {
@@ -255,34 +250,34 @@ func upgradeUntil(path string) error {
 func TestUpgradeSurvivesKill(t *testing.T) {
 	for kind := range kinds("") {
 		steps := upgradeSteps(t, kind)
+		path := newPath(t)
+		oldFile(t, path, kind, 1, true)
+		_, before := inside(t, path)
 		for at := range steps {
 			if at%3 != 0 && at != steps-1 { // TestUpgradeFailsWithoutAChange goes to all of them
 				continue
 			}
-			path := newPath(t)
-			oldFile(t, path, kind, 1, true)
-			_, before := inside(t, path)
 			cmd := command(t, "upgrade", path)
 			cmd.Env = append(cmd.Env, fmt.Sprintf("POSTRIDER_TEST_KILL_AT=%d", at), "POSTRIDER_TEST_KIND="+kind)
 			err := cmd.Run()
 			if status, ok := cmd.ProcessState.Sys().(syscall.WaitStatus); !ok || status.Signal() != syscall.SIGKILL {
 				t.Fatalf("%s, statement %d: %v", kind, at, err)
 			}
-			if v := version(t, path); v != 1 {
-				t.Errorf("%s: version %d before statement %d", kind, v, at)
+			if _, rows := inside(t, path); !maps.Equal(rows, before) || version(t, path) != 1 {
+				t.Errorf("%s: something changed before statement %d", kind, at)
 			}
-			s, err := Open(t.Context(), path, kinds(path)[kind], Options{})
-			if err != nil {
-				t.Fatalf("%s, after kill at statement %d: %v", kind, at, err)
-			}
-			if err := s.Close(); err != nil {
-				t.Fatal(err)
-			}
-			_, after := inside(t, path)
-			for _, column := range []string{"inbox.data", "outbox.data", "checkpoint.state", "seen.hash", "record.data", "hole.hi", "sqlite_sequence.seq"} {
-				if before[column] != after[column] {
-					t.Errorf("%s, kill at statement %d: %s was\n%s\nand is\n%s", kind, at, column, before[column], after[column])
-				}
+		}
+		s, err := Open(t.Context(), path, kinds(path)[kind], Options{})
+		if err != nil {
+			t.Fatalf("%s, after all kills: %v", kind, err)
+		}
+		if err := s.Close(); err != nil {
+			t.Fatal(err)
+		}
+		_, after := inside(t, path)
+		for _, column := range []string{"inbox.data", "outbox.data", "checkpoint.state", "seen.hash", "record.data", "hole.hi", "sqlite_sequence.seq"} {
+			if before[column] != after[column] {
+				t.Errorf("%s, after all kills: %s was\n%s\nand is\n%s", kind, column, before[column], after[column])
 			}
 		}
 	}
@@ -398,5 +393,46 @@ func TestUpgradeWaitsForItsTurn(t *testing.T) {
 	}
 	if err := s.Close(); err != nil {
 		t.Error(err)
+	}
+}
+
+// Another process may be quicker, also one of a later version: what it made of the file is left alone.
+func TestUpgradeFindsThatAnotherProcessWasQuicker(t *testing.T) {
+	for _, newer := range []bool{false, true} {
+		path := newPath(t)
+		oldFile(t, path, "node", 1, true)
+		var said bytes.Buffer
+		quick := true
+		s, err := Open(t.Context(), path, kinds(path)["node"], Options{Logger: slog.New(slog.NewTextHandler(&said, nil)), fault: func(point string) error {
+			if point != "upgrade" || !quick {
+				return nil
+			}
+			quick = false
+			other, err := openNode(t, path, Options{})
+			if err := errors.Join(err, other.Close()); err != nil {
+				return err
+			}
+			if newer {
+				foreign(fmt.Sprintf("PRAGMA user_version = %d", nodeVersion+1))(t, path)
+			}
+			return nil
+		}})
+		switch {
+		case newer && !errors.Is(err, ErrNewer):
+			t.Errorf("a newer file: %v", err)
+		case newer:
+			if v := version(t, path); v != nodeVersion+1 {
+				t.Errorf("a newer file has version %d now", v)
+			}
+		case err != nil:
+			t.Error(err)
+		default:
+			if err := s.Close(); err != nil {
+				t.Error(err)
+			}
+		}
+		if strings.Contains(said.String(), "upgraded") {
+			t.Errorf("newer %v: said %s", newer, said.String())
+		}
 	}
 }
