@@ -782,6 +782,7 @@ func TestPoisonInputAmong64(t *testing.T) {
 
 // After power cuts nothing is suspected, however often one finds the same step in hand, and alone.
 func TestPowerCutsCountAgainstNobody(t *testing.T) {
+	t.Parallel()
 	n := poisoned(t)
 	for i := range 8 {
 		env := []string{"BOOT=" + strconv.Itoa(i)}
@@ -809,6 +810,7 @@ func TestPowerCutsCountAgainstNobody(t *testing.T) {
 // A process that is killed before any statement of recovery and of the turns, by somebody else, is followed by one that
 // ends as if nothing had been: each step is taken once.
 func TestKillBetweenAnyTwoStatementsOfTheTurns(t *testing.T) {
+	t.Parallel()
 	template := newNode(t, one(scripted), quick)
 	for _, run := range []string{"r0", "r1", "r2"} {
 		template.send("a", run, "1", "{}")

@@ -126,13 +126,17 @@ func New(store *sqlite.Store, node string, agents map[string]agent.Agent, o Opti
 	return e
 }
 
-// Wake has the executor look for ready runs now instead of at its next poll. It may be called from anywhere.
+// Wake has the executor look now, instead of at its next poll, for ready runs and for inputs to pass on. It may be called
+// from anywhere.
 func (e *Executor) Wake() {
-	for _, bell := range []chan struct{}{e.bell, e.errand} {
-		select {
-		case bell <- struct{}{}:
-		default:
-		}
+	ring(e.bell)
+	ring(e.errand)
+}
+
+func ring(bell chan struct{}) {
+	select {
+	case bell <- struct{}{}:
+	default:
 	}
 }
 

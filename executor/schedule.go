@@ -141,7 +141,7 @@ func (e *Executor) start(steps context.Context, run int64, p *pool, wg *sync.Wai
 			delete(e.active, run)
 			p.active--
 			e.mu.Unlock()
-			e.Wake() // there is room again
+			ring(e.bell) // there is room again
 		}()
 		e.work(ctx, run, w)
 		ended = true
