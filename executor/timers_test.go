@@ -34,7 +34,7 @@ func newWatch(wall time.Time) *watch {
 	return w
 }
 
-func (w *watch) set(wall time.Time) { w.ahead.Store(int64(wall.Sub(time.Now()))) }
+func (w *watch) set(wall time.Time) { w.ahead.Store(int64(time.Until(wall))) }
 
 func (w *watch) now() time.Time { return time.Now().Add(time.Duration(w.ahead.Load())) }
 
