@@ -823,7 +823,7 @@ func TestKillBetweenAnyTwoStatementsOfTheTurns(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	most := 0
+	var most int
 	for k := 1; ; k++ {
 		n := &node{t: t, path: filepath.Join(t.TempDir(), "node.db")}
 		if err := os.WriteFile(n.path, image, 0o600); err != nil {

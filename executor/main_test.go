@@ -119,16 +119,7 @@ func (n *node) second(t *testing.T) *sqlite.Store {
 
 // schemaText is the root's schema.sql.
 func schemaText() string {
-	dir, err := os.Getwd()
-	if err != nil {
-		panic(err)
-	}
-	for ; ; dir = filepath.Dir(dir) {
-		if _, err := os.Stat(filepath.Join(dir, "go.mod")); err == nil {
-			break
-		}
-	}
-	b, err := os.ReadFile(filepath.Join(dir, "schema.sql"))
+	b, err := os.ReadFile(filepath.Join(moduleRoot(), "schema.sql"))
 	if err != nil {
 		panic(err)
 	}

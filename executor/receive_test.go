@@ -163,7 +163,7 @@ func TestOneIDAtOnceIsOneInput(t *testing.T) {
 	stored := 0
 	for i := range 20 {
 		wg.Go(func() {
-			fresh := false
+			var fresh bool
 			switch i % 3 {
 			case 0:
 				out, err := Receive(t.Context(), n.store, []record.Inbound{foreign("a", "r", "x", "{}")})
