@@ -72,6 +72,7 @@ type Executor struct {
 // worker is a run in hand.
 type worker struct {
 	branch atomic.Int64 // that its steps belong to, always one; 0: no claim yet
+	claim  atomic.Int64 // that the agent is asked under; 0: it is not asked now
 	turn   bool         // it has one step, alone
 	cancel context.CancelCauseFunc
 	pool   *pool
@@ -158,8 +159,8 @@ func (e *Executor) Health() error {
 
 var errStopped = errors.New("the node stops")
 
-// errRewound cancels a step in hand whose branch is no longer live.
-var errRewound = errors.New("the run was rewound")
+// errRewound cancels a step in hand whose branch is no longer live, or whose input was taken away.
+var errRewound = errors.New("the run was rewound, or its input withdrawn")
 
 // Run executes steps until ctx ends, then lets those in hand finish for the grace period, gives the rest back, and
 // returns nil. A fault of an agent never ends it; an error is the store's.
@@ -280,7 +281,9 @@ func sleep(ctx context.Context, d time.Duration) bool {
 // step asks the agent and commits its answer, or what its failure means. It returns the claim of the run's next step.
 func (e *Executor) step(ctx context.Context, c *claim, w *worker) (*claim, error) {
 	begin := time.Now()
+	w.claim.Store(c.no)
 	answer, aerr := e.ask(ctx, c, begin)
+	w.claim.Store(0)
 	var plan *effects
 	if aerr == nil {
 		l := limits{node: e.node, routes: e.o.Routes, topics: e.o.Topics, maxRecord: e.o.MaxRecord, hosted: e.hosted}

@@ -384,6 +384,40 @@ func TestDropFencesTheStepInHand(t *testing.T) {
 	n.mustBe("r", "idle", "1")
 }
 
+// The agent that works on a dropped input is told to stop: its run does not wait for it.
+func TestDropTellsTheAgentToStop(t *testing.T) {
+	asked, told := make(chan string, 4), make(chan error, 1)
+	n := newNode(t, one(func(ctx context.Context, s agent.Step) (agent.Effects, error) {
+		asked <- s.Input.ID
+		if s.Input.ID == "1" {
+			<-ctx.Done()
+			told <- context.Cause(ctx)
+			return agent.Effects{}, ctx.Err()
+		}
+		return scripted(ctx, s)
+	}), Options{Poll: time.Millisecond, Grace: time.Millisecond})
+	n.send("a", "r", "1", "{}")
+	n.send("a", "r", "2", "{}")
+	n.send("a", "busy", "3", "{}")
+	n.start(t)
+	for waits := map[string]bool{"1": true, "3": true}; len(waits) > 0; {
+		delete(waits, receive(t, "both runs are asked", asked))
+	}
+	if _, err := Drop(t.Context(), n.second(t), Selection{Tenant: "d", Rows: []int64{n.row("r", "1")}}, ""); err != nil {
+		t.Fatal(err)
+	}
+	if err := receive(t, "it is told", told); !errors.Is(err, errRewound) {
+		t.Errorf("it is told: %v", err)
+	}
+	if id := receive(t, "the next input", asked); id != "2" {
+		t.Errorf("then %s", id)
+	}
+	eventually(t, "the step", func() bool { return n.inputs("r") == "1 dropped, 2 consumed" })
+	if d := n.show("r"); d.Attempts != 0 {
+		t.Errorf("it has %d attempts", d.Attempts)
+	}
+}
+
 func TestResumeHasAPausedRunGoOn(t *testing.T) {
 	m := moody{"1": agent.Retryable}
 	o := quick

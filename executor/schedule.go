@@ -166,8 +166,9 @@ func (e *Executor) room(p *pool) bool {
 	return len(e.active)+kept < e.o.Workers
 }
 
-// fence cancels the steps in hand whose branch a rewind, by any process, has abandoned. Their commits would change
-// nothing anyway; their agents need not go on. again asks for another look: a claim was on its way.
+// fence cancels the steps in hand whose branch a rewind has abandoned, or whose input was taken away, by any process.
+// Their commits would change nothing anyway; their agents need not go on. again asks for another look: a claim was on
+// its way.
 func (e *Executor) fence(ctx context.Context) (again bool, err error) {
 	e.mu.Lock()
 	inHand := maps.Clone(e.active)
@@ -178,11 +179,12 @@ func (e *Executor) fence(ctx context.Context) (again bool, err error) {
 			again = true
 			continue
 		}
-		var live int64
-		if err := e.store.Get(ctx, "SELECT live FROM run WHERE id = ?", []any{run}, &live); err != nil {
+		asked := w.claim.Load()
+		var live, claim int64
+		if err := e.store.Get(ctx, "SELECT live, claim FROM run WHERE id = ?", []any{run}, &live, &claim); err != nil {
 			return true, fmt.Errorf("look for rewinds: %w", err)
 		}
-		if live != branch {
+		if live != branch || asked != 0 && claim != asked && w.claim.Load() == asked { // still asked: its own commit did not move it
 			w.cancel(errRewound)
 		}
 	}

@@ -368,6 +368,9 @@ func letGo(ctx context.Context, tx *sqlite.Tx, run, input int64) error {
 	}
 	_, _, err = tx.Exec(ctx, `UPDATE run SET status = 'ready', wake_us = ?, claim = claim + 1, claim_step = NULL, claim_input = NULL, attempts = 0,
 		last_error = NULL, updated_us = ? WHERE id = ?`, tx.SteadyUS, tx.NowUS, run)
+	if err == nil && status == "running" { // its agent is told to stop: see Executor.fence
+		_, _, err = tx.Exec(ctx, "UPDATE meta SET rewinds = rewinds + 1 WHERE id = 1")
+	}
 	if err != nil {
 		return fmt.Errorf("free run from input: %w", err)
 	}
