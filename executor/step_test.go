@@ -452,8 +452,8 @@ func TestRecordsCarryWhatCausedThem(t *testing.T) {
 	for query, want := range map[string]string{
 		"SELECT correlation || ' ' || causation FROM outbox WHERE type = 'e'": "in-1 in-1",
 		// The id is the sender's own name for it within its run, or the place of the command.
-		"SELECT input_id || ' ' || hops || ' ' || to_node || ' ' || to_agent || ' ' || to_run || ' ' || (expires_us - occurred_us) FROM outbox WHERE to_run = 'x'": "pr:n1/d/r/k 1 n2 b x 3600000000",
-		"SELECT input_id = 'pr:' || (SELECT ulid FROM branch WHERE id = o.branch) || '/1/0' AND hops = 1 FROM outbox o WHERE to_run = 'y'":                         "1",
+		"SELECT input_id || ' ' || hops || ' ' || to_node || ' ' || to_agent || ' ' || to_run || ' ' || ((expires_us - occurred_us + 500000) / 1000000) FROM outbox WHERE to_run = 'x'": "pr:n1/d/r/k 1 n2 b x 3600",
+		"SELECT input_id = 'pr:' || (SELECT ulid FROM branch WHERE id = o.branch) || '/1/0' AND hops = 1 FROM outbox o WHERE to_run = 'y'":                                              "1",
 		"SELECT correlation FROM outbox WHERE to_run = 'y'": "in-1",
 	} {
 		if got := n.value(query); got != want {
