@@ -338,9 +338,17 @@ func (p process) relay(ctx context.Context, o cli.Relay) (err error) {
 	g.Add(guard(ctx, store.Check))
 	web.metrics.MustRegister(outbox.New(store, id.Name))
 	web.check("store", func(ctx context.Context) (string, error) { return "", store.Health(ctx) })
-	r := node.relay(o.Broker, o.Topics, o.Inlets, func(ctx context.Context, in []record.Inbound) ([]record.Outcome, error) {
+	ready := false // take is called by one goroutine
+	take := func(ctx context.Context, in []record.Inbound) ([]record.Outcome, error) {
+		if !ready { // started before its node, it leaves inputs at the broker
+			if err := executor.Registered(ctx, store); err != nil {
+				return nil, err
+			}
+			ready = true
+		}
 		return executor.Receive(ctx, store, in) // the node finds them by its poll
-	}, p.app.Log, web)
+	}
+	r := node.relay(o.Broker, o.Topics, o.Inlets, take, p.app.Log, web)
 	web.actor(&g)
 	ctx, cancel := context.WithCancel(ctx)
 	g.Add(func() error { return r.Run(ctx) }, func(error) { cancel() })

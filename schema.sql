@@ -313,8 +313,9 @@ CREATE INDEX inbox_cancelled ON inbox (cancelled_branch) WHERE cancelled_branch 
 -- A run's own commands that it may still cancel.
 CREATE INDEX inbox_command ON inbox (command_id, created_branch) WHERE command_id IS NOT NULL AND consumed_branch IS NULL AND cancelled_branch IS NULL AND ended_us IS NULL;
 CREATE INDEX inbox_ended ON inbox (run, outcome, id) WHERE outcome IS NOT NULL;
--- For other nodes, or without a run that it could wait at.
-CREATE INDEX inbox_elsewhere ON inbox (due_us, id) WHERE run IS NULL AND consumed_branch IS NULL AND cancelled_branch IS NULL AND ended_us IS NULL;
+CREATE INDEX inbox_dead ON inbox (tenant, id) WHERE outcome = 'dead';
+-- Pending without a run: for other nodes, or not given to a run yet. By run, whose later inputs come behind them.
+CREATE INDEX inbox_stray ON inbox (tenant, run_name, due_us, id) WHERE run IS NULL AND consumed_branch IS NULL AND cancelled_branch IS NULL AND ended_us IS NULL;
 -- Timers by the wall clock: when that is set, they are due at another steady time.
 CREATE INDEX inbox_at ON inbox (id) WHERE at_us IS NOT NULL AND consumed_branch IS NULL AND cancelled_branch IS NULL AND ended_us IS NULL;
 

@@ -61,7 +61,7 @@ func (n *node) plan(c *claim) *effects {
 	if err != nil {
 		n.t.Fatalf("%v", err)
 	}
-	plan, err := limits{node: "n1", maxRecord: n.o.MaxRecord, hosted: n.hosted}.plan(c, answer, 1, 1)
+	plan, err := limits{node: "n1", routes: n.o.Routes, maxRecord: n.o.MaxRecord, hosted: n.hosted}.plan(c, answer, 1, 1)
 	if err != nil {
 		n.t.Fatalf("%v", err)
 	}

@@ -2,6 +2,7 @@ package executor
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"runtime/debug"
 	"time"
@@ -75,14 +76,13 @@ func (e *Executor) errands(ctx context.Context, purged *time.Time) (more bool, e
 			err = fmt.Errorf("panic: %v\n%s", p, debug.Stack())
 		}
 	}()
-	if more, err = e.passOn(ctx); err != nil || more {
-		return more && err == nil, err
+	more, err = e.passOn(ctx)
+	if more || time.Since(*purged) < purgeEvery {
+		return more, err
 	}
-	if time.Since(*purged) < purgeEvery {
-		return false, nil
-	}
-	if more, err = purgeSeen(ctx, e.store, e.o.DedupWindow); !more {
+	more, perr := purgeSeen(ctx, e.store, e.o.DedupWindow)
+	if !more {
 		*purged = time.Now()
 	}
-	return more && err == nil, err
+	return more && perr == nil, errors.Join(err, perr)
 }

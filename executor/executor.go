@@ -55,6 +55,7 @@ type Executor struct {
 	m      *metrics
 	bell   chan struct{}
 	errand chan struct{} // the bell of runErrands
+	look   look          // of passOn, which is for one caller at a time
 	ending atomic.Bool   // those in hand let go after their step
 	turn   int           // which agent is looked at first
 	boot   string        // of the machine

@@ -33,8 +33,27 @@ func (p place) here() bool { return p.node == "" }
 
 // placeOf decides where an input belongs. It leaves for another node only if it was addressed to that node, or a route
 // names it, the agent is not hosted here, and the agent's run has no step here. Everything else belongs here, and waits for its
-// agent if that is away. ErrNotFound: the agent was never hosted here and has no route.
+// agent if that is away; also what comes behind inputs that still wait at its run: they leave together, by detach.
+// ErrNotFound: the agent was never hosted here and has no route.
 func placeOf(ctx context.Context, tx *sqlite.Tx, a arrival) (place, error) {
+	to, err := routeOf(ctx, tx, a)
+	if err != nil || to.here() || a.node == to.node {
+		return to, err
+	}
+	var behind bool
+	err = tx.Get(ctx, `SELECT EXISTS (SELECT 1 FROM run r JOIN inbox i ON i.run = r.id WHERE r.tenant = ? AND r.name = ? AND r.agent = ?
+		AND i.consumed_branch IS NULL AND i.cancelled_branch IS NULL AND i.ended_us IS NULL)`, []any{a.tenant, a.run, a.agent}, &behind)
+	if err != nil {
+		return place{}, fmt.Errorf("look up run %s: %w", a.run, err)
+	}
+	if behind {
+		return place{}, nil
+	}
+	return to, nil
+}
+
+// routeOf is placeOf without a look at what waits.
+func routeOf(ctx context.Context, tx *sqlite.Tx, a arrival) (place, error) {
 	var own, node string
 	var known, hosted, bestEffort, began bool
 	err := tx.Get(ctx, `SELECT m.node, g.name IS NOT NULL, COALESCE(g.hosted, 0), COALESCE(t.node, ''), COALESCE(t.best_effort, 0)
@@ -119,70 +138,30 @@ func nodeHead(ctx context.Context, tx *sqlite.Tx, tenant string) (outbox.Head, e
 	return openBranch(ctx, tx, branchStart{run: run, tenant: tenant})
 }
 
-// stray is a due inbox row without a run.
-type stray struct {
-	row int64
-	arrival
-}
-
-const strayQuery = `SELECT id, tenant, run_name, agent, COALESCE(node, ''), input_id, type, source, hops, COALESCE(correlation, ''), COALESCE(causation, ''),
-	COALESCE(trace, ''), COALESCE(expires_us, 0), COALESCE(created_branch, 0), COALESCE(created_step, 0), data, due_us FROM inbox
-	WHERE run IS NULL AND consumed_branch IS NULL AND cancelled_branch IS NULL AND ended_us IS NULL AND due_us <= ?1 AND COALESCE(next_us, 0) <= ?1`
-
-// bestEffortOnly and its negation tell the relay's inputs from those that the executor passes on.
-const bestEffortOnly = `(node IS NULL AND agent IN (SELECT agent FROM route WHERE best_effort = 1) AND agent NOT IN (SELECT name FROM agent WHERE hosted = 1))`
-
-func (s *stray) dest(due *int64) []any {
-	return []any{&s.row, &s.tenant, &s.run, &s.agent, &s.node, &s.id, &s.typ, &s.source, &s.hops, &s.correlation, &s.causation,
-		&s.trace, &s.expires, &s.createdBranch, &s.createdStep, &s.data, due}
-}
-
-// strayAt reads one stray again inside a transaction; nil when it is none any more.
-func strayAt(ctx context.Context, tx *sqlite.Tx, row int64) (*stray, error) {
-	var s stray
-	var due int64
-	err := tx.Get(ctx, strayQuery+" AND id = ?2", []any{tx.SteadyUS, row}, s.dest(&due)...)
-	if errors.Is(err, sql.ErrNoRows) {
-		return nil, nil
-	}
-	if err != nil {
-		return nil, fmt.Errorf("read input of row %d: %w", row, err)
-	}
-	return &s, nil
-}
-
-// strays lists the rows of due inputs without a run, in order, those that the condition holds for.
-func strays(ctx context.Context, store *sqlite.Store, condition string, limit int) (rows []int64, err error) {
-	list, err := store.Query(ctx, "SELECT id FROM ("+strayQuery+" AND "+condition+" ORDER BY due_us, id LIMIT ?2)", store.SteadyUS(), limit)
-	if err != nil {
-		return nil, fmt.Errorf("look for inputs to hand over: %w", err)
-	}
-	defer list.Close()
-	for list.Next() {
-		var row int64
-		if err := list.Scan(&row); err != nil {
-			return nil, fmt.Errorf("look for inputs to hand over: %w", err)
-		}
-		rows = append(rows, row)
-	}
-	return rows, list.Err()
-}
-
-const (
-	strayBatch = 64          // inputs of one transaction
-	strayPause = time.Minute // between looks at an input that can go nowhere
-)
-
 // passOn gives each due input without a run to where it belongs: to its run here, or, stored in the outbox and retired
-// in one transaction, to another node. It is the only way out of the inbox but a step's: due timers, requeued and
-// received inputs and those whose agent is gone (detach) all come here. more says that there may be others.
+// in one transaction, to another node. But for steps and best-effort routes (Forwarder) it is the only way out of the
+// inbox: due timers, requeued and received inputs and those whose agent is gone (detach) all come here. more says that
+// there may be others.
 func (e *Executor) passOn(ctx context.Context) (more bool, err error) {
-	rows, err := strays(ctx, e.store, "NOT "+bestEffortOnly, strayBatch)
+	rows, err := e.look.strays(ctx, e.store, "NOT "+bestEffortOnly, strayBatch)
 	if err != nil || len(rows) == 0 {
 		return false, err
 	}
 	w := outboxWay{e.o.Notify}
-	return len(rows) == strayBatch, handOver(ctx, e.store, w, rows, e.o.MaxRecord)
+	err = handOver(ctx, e.store, w, rows, e.o.MaxRecord)
+	if sqlite.IsConstraint(err) { // one that the database refuses must not hold up the others
+		err = nil
+		for i := 0; i < len(rows) && err == nil; i++ {
+			if err = handOver(ctx, e.store, w, rows[i:i+1], e.o.MaxRecord); sqlite.IsConstraint(err) {
+				reason := "cannot be passed on: " + err.Error()
+				err = e.store.Write(ctx, func(ctx context.Context, tx *sqlite.Tx) error { return bury(ctx, tx, rows[i], reason) })
+			}
+		}
+	}
+	if err != nil {
+		e.look = look{} // they are still there
+	}
+	return err == nil && len(rows) == strayBatch, err
 }
 
 // handOver passes inputs on by a way: store, retire, send by a durable one, the first two in one transaction, and send,
@@ -242,7 +221,7 @@ func sendThenRetire(ctx context.Context, store *sqlite.Store, w way, row int64, 
 	if r.Expires != 0 {
 		r.Expires = store.Wall(r.Expires)
 	}
-	if err := w.Send(ctx, r); err != nil { // the others go first next time: perhaps it is this one that no broker takes
+	if err := w.Send(ctx, r); err != nil { // other runs go first next time: perhaps it is this one that no broker takes
 		werr := store.Write(context.WithoutCancel(ctx), func(ctx context.Context, tx *sqlite.Tx) error {
 			_, _, err := tx.Exec(ctx, `UPDATE inbox SET attempts = attempts + 1, next_us = ? + ? * min(60, attempts + 1), last_error = ?
 				WHERE id = ? AND run IS NULL AND ended_us IS NULL`, tx.SteadyUS, time.Second.Microseconds(), cut(err.Error(), 1024), row)
@@ -250,7 +229,7 @@ func sendThenRetire(ctx context.Context, store *sqlite.Store, w way, row int64, 
 		})
 		return errors.Join(err, werr)
 	}
-	return store.Write(ctx, func(ctx context.Context, tx *sqlite.Tx) error {
+	return store.Write(context.WithoutCancel(ctx), func(ctx context.Context, tx *sqlite.Tx) error { // also when its session ends now
 		if again, err := strayAt(ctx, tx, row); err != nil || again == nil {
 			return err // cancelled, or its agent came back: it may be handled twice, as best effort says
 		}
@@ -326,7 +305,7 @@ func retire(ctx context.Context, tx *sqlite.Tx, s *stray, node string) error {
 // detach takes what waits from a run that never had a step and whose agent is at another node now, so that it is passed
 // on; false when the run stays.
 func detach(ctx context.Context, tx *sqlite.Tx, run int64, a arrival) (bool, error) {
-	to, err := placeOf(ctx, tx, a)
+	to, err := routeOf(ctx, tx, a)
 	if errors.Is(err, ErrNotFound) || err == nil && to.here() {
 		return false, nil
 	}
@@ -351,6 +330,7 @@ type Forwarder struct {
 	branch string // of these commands' keys: no record of the outbox has it
 	epoch  int64
 	lsn    int64
+	look   look
 }
 
 // NewForwarder returns the forwarder of a node's store. It is for one caller at a time.
@@ -361,10 +341,15 @@ func NewForwarder(store *sqlite.Store, id sqlite.Node) *Forwarder {
 // Forward calls send for each due input of a best-effort route, and retires it once send returned nil; n says how many
 // were. An error of send ends the round: they stay, and are sent again.
 func (f *Forwarder) Forward(ctx context.Context, send func(ctx context.Context, r *record.Record) error) (n int, err error) {
-	rows, err := strays(ctx, f.store, bestEffortOnly, strayBatch)
+	rows, err := f.look.strays(ctx, f.store, bestEffortOnly, strayBatch)
 	if err != nil {
 		return 0, err
 	}
+	defer func() {
+		if err != nil {
+			f.look = look{} // they are still there
+		}
+	}()
 	w := lent{f, func(ctx context.Context, r *record.Record) error {
 		err := send(ctx, r)
 		if err == nil {

@@ -406,6 +406,9 @@ func TestRewindWithholdsWhatWasHandedOver(t *testing.T) {
 					withheld++
 				}
 			}
+			if out.Shipped+out.Withheld != 1 {
+				t.Errorf("the rewind says %d shipped and %d withheld", out.Shipped, out.Withheld)
+			}
 			if expect := map[bool]int{false: 1, true: 0}[shipped]; int(out.Withheld) != expect || int(s.Withheld) != expect || len(list) != expect || withheld != expect {
 				t.Errorf("withheld: %d said the rewind, %d the figures, %d the list, %d the relay's drain; want %d", out.Withheld, s.Withheld, len(list), withheld, expect)
 			}
@@ -531,7 +534,7 @@ func TestLookDuringAHandOverFindsTheInput(t *testing.T) {
 	looks := 0
 	look := func(string) error {
 		looks++
-		rows, err := strays(t.Context(), n.store, "true", 10)
+		rows, err := new(look).strays(t.Context(), n.store, "true", 10)
 		if found := len(rows) + len(n.commands()); err != nil || found != 1 {
 			t.Errorf("look %d: the input is in %d places, %v", looks, found, err)
 		}
@@ -576,5 +579,200 @@ func (n *node) restartBeside(t *testing.T, agents map[string]agent.Agent) {
 	}
 	if _, err := n.passOn(t.Context()); err != nil {
 		t.Fatal(err)
+	}
+}
+
+// left lists the inputs that left for other nodes, in order.
+func (n *node) left() string {
+	return n.value("SELECT group_concat(input_id, ' ') FROM (SELECT input_id FROM outbox WHERE kind = 2 ORDER BY id)")
+}
+
+// An input of a best-effort route that could not be sent is not overtaken by others of its run. Other runs go on.
+func TestNothingOvertakesWhatCouldNotBeSent(t *testing.T) {
+	n := newNode(t, map[string]agent.Agent{}, routed("b=n2,best-effort"))
+	for i := range 3 {
+		n.send("b", "r", fmt.Sprint("x", i), "{}")
+		n.send("b", "s", fmt.Sprint("y", i), "{}")
+	}
+	f := NewForwarder(n.store, sqlite.Node{Name: "n1", Epoch: 1})
+	var sent []string
+	failed := false
+	forward := func() {
+		t.Helper()
+		_, err := f.Forward(t.Context(), func(_ context.Context, r *record.Record) error {
+			if !failed {
+				failed = true
+				return errors.New("no PUBACK")
+			}
+			sent = append(sent, r.InputID)
+			return nil
+		})
+		if (err != nil) != (len(sent) == 0) {
+			t.Fatal(err)
+		}
+	}
+	forward()
+	n.send("b", "r", "x3", "{}")
+	forward()
+	n.want("while it waits", sent, []string{"y0", "y1", "y2"})
+	n.exec("UPDATE inbox SET next_us = 1")
+	forward()
+	n.want("in the end", sent, []string{"y0", "y1", "y2", "x0", "x1", "x2", "x3"})
+}
+
+// What goes to a run that is paused before its first step waits behind what it is paused at, whoever sent it; resumed,
+// all of it leaves in order.
+func TestInputsComeBehindThoseThatWaitAtTheirRun(t *testing.T) {
+	o := routed("b=n2")
+	o.MaxAttempts = 1
+	n := newNode(t, map[string]agent.Agent{"b": agent.Func(func(context.Context, agent.Step) (agent.Effects, error) { return agent.Effects{}, errors.New("no") })}, o)
+	n.send("b", "r", "first", "{}")
+	n.settle()
+	n.mustBe("r", "paused", "null")
+	n.restart(t, one(scripted), o)
+	n.send("b", "r", "second", "{}")
+	n.send("a", "s", "1", `{"commands": [{"agent": "b", "run": "r", "type": "t", "id": "third"}]}`)
+	n.settle()
+	n.receive(foreign("b", "r", "fourth", "{}"))
+	n.settle()
+	if got := n.left(); got != "" {
+		t.Errorf("%s left", got)
+	}
+	if _, err := Resume(t.Context(), n.store, "d", "r", ""); err != nil {
+		t.Fatal(err)
+	}
+	n.settle()
+	if got := n.left(); got != "first second pr:n1/d/s/third fourth" {
+		t.Errorf("%s left", got)
+	}
+}
+
+// An agent that is back gets what waited for it before what comes then.
+func TestInputsComeBehindStrays(t *testing.T) {
+	n := newNode(t, map[string]agent.Agent{}, routed("a=n2,best-effort"))
+	for i := range 3 {
+		n.send("a", "r", fmt.Sprint("x", i), "{}")
+	}
+	n.restart(t, one(scripted), quick)
+	n.send("a", "r", "late", "{}")
+	n.send("a", "s", "1", `{"commands": [{"run": "r", "type": "t", "id": "later", "data": {}}]}`)
+	if out := n.send("a", "r", "late", "{}"); !out.Duplicate {
+		t.Error("it is not known")
+	}
+	n.settle()
+	n.want("steps", n.stepInputs("r"), []string{"x0", "x1", "x2", "late", "pr:n1/d/s/later"})
+}
+
+// A command of a step does not overtake inputs that are about to leave for the same run.
+func TestCommandsComeBehindStrays(t *testing.T) {
+	n := newNode(t, one(scripted), routed("b=n2"))
+	n.send("a", "s", "1", `{"commands": [{"agent": "b", "run": "r", "type": "t", "id": "second"}]}`)
+	n.send("b", "r", "first", "{}")
+	n.exec("UPDATE inbox SET due_us = 1 WHERE input_id = 'first'") // before
+	c := n.claimRun(t, "s")
+	if err := n.store.Write(t.Context(), func(ctx context.Context, tx *sqlite.Tx) error {
+		_, err := commitStep(ctx, tx, c, n.plan(c), false, 10)
+		return err
+	}); err != nil {
+		t.Fatal(err)
+	}
+	n.settle()
+	if got := n.left(); got != "first pr:n1/d/s/second" {
+		t.Errorf("%s left", got)
+	}
+}
+
+func (n *node) claimRun(t *testing.T, run string) (c *claim) {
+	t.Helper()
+	n.write(func(ctx context.Context, tx *sqlite.Tx) (err error) {
+		id, err := runByName(n, run)
+		if err != nil {
+			return err
+		}
+		c, err = claimStep(ctx, tx, id, n.hosted, n.hand())
+		return err
+	})
+	if c == nil {
+		t.Fatalf("run %s has nothing to do", run)
+	}
+	return c
+}
+
+// A crowd that waits is passed in looks of bounded length, which get to everything.
+func TestALookIsBounded(t *testing.T) {
+	n := newNode(t, map[string]agent.Agent{}, routed("b=n2,best-effort", "c=n2"))
+	n.send("b", "r", "x", "{}")
+	n.exec(`WITH RECURSIVE k (n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM k WHERE n < ?) INSERT INTO inbox (tenant, run_name, agent, input_id, type, source, arrived_us, due_us, data)
+		SELECT tenant, run_name || n, agent, input_id || n, type, source, arrived_us, due_us, data FROM inbox, k`, strayLook)
+	n.send("c", "r", "y", "{}")
+	looks := 0
+	for ; n.left() == ""; looks++ {
+		if looks == 10 {
+			t.Fatal("it does not get there")
+		}
+		if _, err := n.passOn(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if looks != 2 {
+		t.Errorf("it took %d looks", looks)
+	}
+	n.send("c", "r", "z", "{}")
+	for looks = 0; n.left() == "y"; looks++ {
+		if looks == 10 {
+			t.Fatal("it does not begin anew")
+		}
+		if _, err := n.passOn(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// One input that the database refuses to pass on is a dead letter; the others of its batch go.
+func TestOneBadStrayDoesNotHoldUpTheOthers(t *testing.T) {
+	n := newNode(t, map[string]agent.Agent{}, routed("b=n2"))
+	n.exec("CREATE TRIGGER refuse BEFORE INSERT ON outbox WHEN NEW.input_id = 'bad' BEGIN SELECT RAISE(ABORT, 'no'); END")
+	for _, id := range []string{"1", "bad", "3"} {
+		n.send("b", "r"+id, id, "{}")
+	}
+	n.settle()
+	if got := n.left(); got != "1 3" {
+		t.Errorf("%s left", got)
+	}
+	if got := n.value("SELECT outcome || ' ' || reason FROM inbox WHERE input_id = 'bad'"); !strings.HasPrefix(got, "dead cannot be passed on: ") {
+		t.Errorf("it is %s", got)
+	}
+}
+
+// One id for two nodes, or here and there, is not taken for one input in silence.
+func TestOneIDForTwoNodesIsAConflict(t *testing.T) {
+	n := newNode(t, one(scripted), quick)
+	n.send("b@n2", "r", "k", "{}")
+	if _, err := n.trySend("b@n3", "r", "k", "{}"); !errors.Is(err, ErrConflict) {
+		t.Errorf("for another node: %v", err)
+	}
+	if out := n.send("b@n2", "r", "k", "{}"); !out.Duplicate {
+		t.Error("for the same node it is no duplicate")
+	}
+	n.send("a@n1", "s", "k", "{}")
+	if out := n.send("a", "s", "k", "{}"); !out.Duplicate {
+		t.Error("this node's name makes another input")
+	}
+	if _, err := n.trySend("a@n2", "s", "k", "{}"); !errors.Is(err, ErrConflict) {
+		t.Errorf("here, and then elsewhere: %v", err)
+	}
+}
+
+// A command's id that was used while its agent was here is known when it has a route.
+func TestIDsOutliveTheMoveOfAnAgent(t *testing.T) {
+	n := newNode(t, map[string]agent.Agent{"a": agent.Func(scripted), "b": agent.Func(scripted)}, quick)
+	n.send("a", "s", "1", `{"commands": [{"agent": "b", "run": "r", "type": "t", "id": "k"}]}`)
+	n.settle()
+	n.exec("UPDATE run SET name = 'other' WHERE name = 'r'") // so that its run has no step here
+	n.restart(t, one(scripted), routed("b=n2"))
+	n.send("a", "s", "2", `{"commands": [{"agent": "b", "run": "r", "type": "t", "id": "k"}, {"agent": "b", "run": "r", "type": "t", "id": "l"}]}`)
+	n.settle()
+	if got := n.left(); got != "pr:n1/d/s/l" {
+		t.Errorf("%s left", got)
 	}
 }

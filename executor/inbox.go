@@ -65,9 +65,13 @@ const inputQuery = `SELECT i.id, i.tenant, i.run_name, i.agent, COALESCE(i.node,
 	FROM inbox i LEFT JOIN branch b ON b.id = COALESCE(i.consumed_branch, i.cancelled_branch)` + inputJoins
 
 const (
-	// Where one without a run goes is decided as in placeOf.
+	// Where one without a run goes is decided as in placeOf: a run that has a step here, or inputs that go before this one,
+	// takes it.
 	inputJoins = ` LEFT JOIN run r ON r.id = i.run LEFT JOIN agent g ON i.run IS NULL AND g.name = i.agent
-		LEFT JOIN route t ON i.run IS NULL AND i.node IS NULL AND i.ended_us IS NULL AND NOT COALESCE(g.hosted, 0) AND t.agent = i.agent `
+		LEFT JOIN route t ON i.run IS NULL AND i.node IS NULL AND i.ended_us IS NULL AND NOT COALESCE(g.hosted, 0) AND t.agent = i.agent AND NOT EXISTS (
+			SELECT 1 FROM run o WHERE o.tenant = i.tenant AND o.name = i.run_name AND o.agent = i.agent AND (
+				EXISTS (SELECT 1 FROM branch WHERE run = o.id AND head_step > 0)
+				OR EXISTS (SELECT 1 FROM inbox w WHERE w.run = o.id AND w.consumed_branch IS NULL AND w.cancelled_branch IS NULL AND w.ended_us IS NULL))) `
 	inputState = `CASE WHEN i.outcome IS NOT NULL THEN i.outcome
 		WHEN i.cancelled_branch IS NOT NULL THEN 'cancelled'
 		WHEN i.consumed_branch IS NOT NULL THEN 'consumed'
@@ -180,7 +184,10 @@ func (f InputFilter) query() (query string, states []any) {
 	wants := func(some ...string) bool {
 		return slices.ContainsFunc(some, func(s string) bool { return slices.Contains(f.States, s) })
 	}
-	const runs = "(SELECT id FROM run WHERE name = ?4 AND (?3 = '' OR tenant = ?3))"
+	runs, tenant := "(SELECT id FROM run WHERE name = ?4)", ""
+	if f.Tenant != "" {
+		runs, tenant = "(SELECT id FROM run WHERE tenant = ?3 AND name = ?4)", " AND i.tenant = ?3"
+	}
 	var from []string
 	add := func(index, where string) {
 		if f.Run == "" {
@@ -191,16 +198,22 @@ func (f InputFilter) query() (query string, states []any) {
 	}
 	without := func(index, where string) { // a run; it has only the name of one
 		if f.Run != "" {
-			from = append(from, "SELECT i.id FROM inbox i INDEXED BY "+index+" WHERE "+where+" AND i.run IS NULL AND i.run_name = ?4")
+			from = append(from, "SELECT i.id FROM inbox i INDEXED BY "+index+" WHERE "+where+" AND i.run IS NULL AND i.run_name = ?4"+tenant)
 		}
 	}
 	if wants(InputStates[:LiveStates]...) {
 		add("inbox_pending", inputLive)
-		without("inbox_elsewhere", inputLive)
+		without("inbox_stray", inputLive)
 	}
-	if wants(InputDead, InputWithdrawn, InputHanded, InputDropped) {
-		add("inbox_ended", "i.outcome IS NOT NULL")
-		without("inbox_ended", "i.outcome IS NOT NULL")
+	ended := slices.DeleteFunc([]string{InputDead, InputWithdrawn, InputHanded, InputDropped}, func(s string) bool { return !slices.Contains(f.States, s) })
+	if i := slices.Index(ended, InputDead); i >= 0 && f.Run == "" {
+		ended = slices.Delete(ended, i, i+1)
+		add("inbox_dead", "i.outcome = 'dead'"+tenant)
+	}
+	if len(ended) > 0 {
+		outcomes := "i.outcome IN ('" + strings.Join(ended, "', '") + "')"
+		add("inbox_ended", outcomes)
+		without("inbox_ended", outcomes)
 	}
 	if wants(InputCancelled) {
 		add("inbox_cancelled", "i.cancelled_branch IS NOT NULL")
@@ -239,18 +252,19 @@ func ReadInput(ctx context.Context, store *sqlite.Store, row int64) (InputInfo, 
 // findQueries find an input by its id where no id remembers its row: one that nobody chose, or an old one. Each takes the
 // tenant, the run and the id. They look at what is not over, then at what ended, then down the checkpoints of the run's
 // branches from the newest, in that order (CROSS JOIN) and no further than the first; no index on ids slows down every
-// input for that.
+// input for that. What was handed over is not looked for: the node may have any number of those, and each has its id
+// remembered, as has a command that another run cancelled.
 var findQueries = []string{
 	"SELECT id FROM inbox i WHERE i.run = (" + runID + ") AND " + inputLive + " AND i.input_id = ?3 ORDER BY i.id DESC LIMIT 1",
-	"SELECT id FROM inbox i INDEXED BY inbox_elsewhere WHERE i.run IS NULL AND " + inputLive + " AND i.tenant = ?1 AND i.run_name = ?2 AND i.input_id = ?3 ORDER BY i.id DESC LIMIT 1",
-	"SELECT id FROM inbox i WHERE i.run = (" + runID + ") AND i.outcome IN ('dead', 'withdrawn', 'handed-over', 'dropped') AND i.input_id = ?3 ORDER BY i.id DESC LIMIT 1",
+	"SELECT id FROM inbox i INDEXED BY inbox_stray WHERE i.run IS NULL AND " + inputLive + " AND i.tenant = ?1 AND i.run_name = ?2 AND i.input_id = ?3 ORDER BY i.id DESC LIMIT 1",
+	"SELECT id FROM inbox i WHERE i.run = (" + runID + ") AND i.outcome IN ('dead', 'withdrawn', 'dropped') AND i.input_id = ?3 ORDER BY i.id DESC LIMIT 1",
 	`SELECT input FROM (WITH RECURSIVE walk (prev_id, input) AS (
 		SELECT * FROM (SELECT c.prev_id, c.input FROM branch b JOIN checkpoint c ON c.id = b.head_id AND c.branch = b.id WHERE b.run = (` + runID + `) ORDER BY b.gen DESC)
 		UNION ALL SELECT c.prev_id, c.input FROM walk w JOIN checkpoint c ON c.id = w.prev_id) SELECT input FROM walk) w CROSS JOIN inbox i ON i.id = w.input
 		WHERE i.input_id = ?3 LIMIT 1`,
-	`SELECT i.id FROM inbox i INDEXED BY inbox_ended WHERE i.run IS NULL AND i.outcome IN ('handed-over', 'dead', 'dropped', 'withdrawn')
+	`SELECT i.id FROM inbox i INDEXED BY inbox_ended WHERE i.run IS NULL AND i.outcome IN ('dead', 'dropped', 'withdrawn')
 		AND i.tenant = ?1 AND i.run_name = ?2 AND i.input_id = ?3 ORDER BY i.id DESC LIMIT 1`,
-	"SELECT i.id FROM inbox i INDEXED BY inbox_cancelled WHERE i.cancelled_branch IS NOT NULL AND i.run = (" + runID + ") AND i.input_id = ?3 ORDER BY i.id DESC LIMIT 1",
+	"SELECT i.id FROM inbox i INDEXED BY inbox_cancelled WHERE i.cancelled_branch IN (SELECT id FROM branch WHERE run = (" + runID + ")) AND i.run = (" + runID + ") AND i.input_id = ?3 ORDER BY i.id DESC LIMIT 1",
 }
 
 const runID = "SELECT id FROM run WHERE tenant = ?1 AND name = ?2 AND name <> '" + record.NodeRun + "'"

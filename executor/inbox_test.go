@@ -145,10 +145,13 @@ func TestInputsSaysWhereEachIsAndWhy(t *testing.T) {
 	}
 }
 
-// What is over is no part of what is read to list what is not, however much it is.
+// What is over is no part of what is read to list, count or find what is not, however much it is, nor is what was handed
+// over part of what is read for dead letters. A scan is one of an index that holds nothing but what is asked for.
 func TestInputsScansNoTable(t *testing.T) {
 	n := newNode(t, one(scripted), quick)
-	explain := func(what, query string, args ...any) {
+	const sorted = "sorted"
+	explain := func(what string, may []string, query string, args ...any) {
+		t.Helper()
 		rows, err := n.store.Reader().Query("EXPLAIN QUERY PLAN "+query, args...)
 		if err != nil {
 			t.Fatalf("%s: %v", what, err)
@@ -163,7 +166,11 @@ func TestInputsScansNoTable(t *testing.T) {
 			}
 			steps++
 			words := strings.Fields(detail)
-			if words[0] == "SCAN" && slices.Contains([]string{"i", "c", "o", "inbox"}, words[1]) && !strings.Contains(detail, "inbox_") {
+			if words[0] == "SCAN" && slices.Contains([]string{"i", "c", "o", "w", "b", "r", "inbox", "seen", "run", "branch", "checkpoint"}, words[1]) &&
+				!(words[1] == "w" && len(words) == 2) && !slices.Contains(may, words[len(words)-1]) { // a plain w is the walk down the checkpoints
+				t.Errorf("%s: %s", what, detail)
+			}
+			if strings.Contains(detail, "FOR ORDER BY") && !slices.Contains(may, sorted) {
 				t.Errorf("%s: %s", what, detail)
 			}
 		}
@@ -171,16 +178,89 @@ func TestInputsScansNoTable(t *testing.T) {
 			t.Errorf("%s: %d steps, %v", what, steps, err)
 		}
 	}
-	for _, f := range []InputFilter{
-		{States: InputStates[:LiveStates]}, {Run: "r", States: InputStates[:LiveStates]}, {States: []string{InputDead}}, {Run: "r", States: InputStates},
-		{States: []string{InputCancelled}}, {Tenant: "d", Agent: "a", States: InputStates[:1]},
+	for _, c := range []struct {
+		f   InputFilter
+		may string
+	}{
+		{InputFilter{States: InputStates[:LiveStates]}, "inbox_pending"},
+		{InputFilter{Tenant: "d", Agent: "a", States: InputStates[:1]}, "inbox_pending"},
+		{InputFilter{Tenant: "d", Run: "r", States: InputStates[:LiveStates]}, ""},
+		{InputFilter{States: []string{InputDead}}, "inbox_dead"},
+		{InputFilter{Tenant: "d", States: []string{InputDead}}, ""},
+		{InputFilter{Tenant: "d", States: InputStates[:LiveStates+3]}, "inbox_pending inbox_cancelled"}, // consumed of no run: Inputs refuses that
+		{InputFilter{Tenant: "d", Run: "r", States: []string{InputDead}}, ""},
+		{InputFilter{States: []string{InputCancelled}}, "inbox_cancelled"},
+		{InputFilter{States: []string{InputHanded, InputDropped}}, "inbox_ended"},
+		{InputFilter{Tenant: "d", Run: "r", States: InputStates}, "inbox_cancelled"},
 	} {
+		f := c.f
+		if f.Run == "" {
+			f.States = slices.DeleteFunc(slices.Clone(f.States), func(s string) bool { return s == InputConsumed })
+		}
 		chosen, args := f.query()
-		explain(fmt.Sprintf("%+v", f), inputQuery+"WHERE i.id IN ("+chosen+") ORDER BY i.due_us, i.id",
+		explain(fmt.Sprintf("%+v", f), append(strings.Fields(c.may), sorted), inputQuery+"WHERE i.id IN ("+chosen+") ORDER BY i.due_us, i.id",
 			append([]any{1, true, f.Tenant, f.Run, f.Agent, 0, 0, 10}, args...)...)
 	}
 	for i, query := range findQueries {
-		explain(fmt.Sprint("find ", i), query, "d", "r", "x")
+		explain(fmt.Sprint("find ", i), []string{sorted}, query, "d", "r", "x")
+	}
+	explain("counts", []string{"inbox_pending", "inbox_dead"}, inboxCounts)
+	for _, s := range []Selection{{All: true}, {All: true, Tenant: "d"}, {Tenant: "d", Run: "r"}} {
+		explain(fmt.Sprintf("%+v", s), map[bool][]string{true: {sorted}}[s.Run != ""], s.deadQuery(), s.Tenant, s.Run, 0, "", 10)
+	}
+}
+
+// What was handed over is found as long as its id is remembered, whoever chose that, and looked for no longer.
+func TestFindInputThatWasHandedOver(t *testing.T) {
+	n := newNode(t, one(scripted), routed("b=n2"))
+	named := n.send("b", "r", "x", "{}")
+	unnamed, err := Submit(t.Context(), n.store, Input{Tenant: "d", Agent: "b", Run: "r", Type: "t", Data: []byte("{}")})
+	if err != nil {
+		t.Fatal(err)
+	}
+	n.settle()
+	for _, id := range []string{named.ID, unnamed.ID} {
+		if in, err := FindInput(t.Context(), n.store, "d", "r", id); err != nil || in.State != InputHanded || in.Node != "n2" {
+			t.Errorf("%s: %+v, %v", id, in, err)
+		}
+	}
+	n.exec("DELETE FROM seen") // the window passed
+	for _, id := range []string{named.ID, unnamed.ID} {
+		if in, err := FindInput(t.Context(), n.store, "d", "r", id); !errors.Is(err, ErrNotFound) {
+			t.Errorf("%s: %+v, %v", id, in, err)
+		}
+	}
+	if got := n.inputs("r"); got != "x handed-over, "+unnamed.ID+" handed-over" {
+		t.Errorf("inputs: %s", got)
+	}
+}
+
+// An input without a run is shown to be elsewhere only if it will leave: not when its run has steps here, or others that
+// go before it.
+func TestInputsSayWhereAStrayGoes(t *testing.T) {
+	n := newNode(t, map[string]agent.Agent{"b": agent.Func(scripted)}, quick)
+	n.send("b", "began", "1", "{}")
+	n.settle()
+	n.send("b", "waits", "1", "{}")
+	n.restart(t, one(scripted), routed("b=n2"))
+	for _, run := range []string{"began", "waits", "new"} {
+		n.exec(`INSERT INTO inbox (tenant, run_name, agent, input_id, type, source, arrived_us, due_us, data)
+			VALUES ('d', ?, 'b', 'stray', 't', 'cli', 1, 1, x'7b7d')`, run)
+	}
+	check := func(run, state, node, why string) {
+		t.Helper()
+		in, err := FindInput(t.Context(), n.store, "d", run, "stray")
+		if err != nil || in.State != state || in.Node != node || !strings.Contains(in.Reason, why) {
+			t.Errorf("stray of run %s: %+v, %v, want %s", run, in, err, state)
+		}
+	}
+	check("began", InputUnhosted, "", "agent b is not hosted here")
+	check("waits", InputUnhosted, "", "agent b is not hosted here")
+	check("new", InputElsewhere, "n2", "goes to node n2")
+	n.settle()
+	check("began", InputUnhosted, "", "agent b is not hosted here")
+	if got := n.inputs("waits") + "; " + n.inputs("new"); got != "stray handed-over, 1 handed-over; stray handed-over" && got != "1 handed-over, stray handed-over; stray handed-over" {
+		t.Errorf("inputs: %s", got)
 	}
 }
 

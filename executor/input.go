@@ -5,6 +5,7 @@ import (
 	"crypto/sha256"
 	"database/sql"
 	"encoding/binary"
+	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -228,17 +229,6 @@ func accept(ctx context.Context, tx *sqlite.Tx, a arrival) (row int64, duplicate
 	if to.here() {
 		return enqueue(ctx, tx, a)
 	}
-	if a.node == "" { // behind those that wait at the run, and leave it together
-		var behind bool
-		err := tx.Get(ctx, `SELECT EXISTS (SELECT 1 FROM run r JOIN inbox i ON i.run = r.id WHERE r.tenant = ? AND r.name = ? AND r.agent = ?
-			AND i.consumed_branch IS NULL AND i.cancelled_branch IS NULL AND i.ended_us IS NULL)`, []any{a.tenant, a.run, a.agent}, &behind)
-		if err != nil {
-			return 0, false, fmt.Errorf("look up run %s: %w", a.run, err)
-		}
-		if behind {
-			return enqueue(ctx, tx, a)
-		}
-	}
 	if fresh, err := lookUp(ctx, tx, a); err != nil || !fresh {
 		return 0, err == nil, err
 	}
@@ -253,15 +243,24 @@ func enqueue(ctx context.Context, tx *sqlite.Tx, a arrival) (row int64, duplicat
 	if fresh, err := lookUp(ctx, tx, a); err != nil || !fresh {
 		return 0, err == nil, err
 	}
-	run, err := openRun(ctx, tx, a)
+	stray, err := straysBefore(ctx, tx, a)
 	if err != nil {
 		return 0, false, err
+	}
+	var run int64
+	if !stray {
+		if run, err = openRun(ctx, tx, a); err != nil {
+			return 0, false, err
+		}
 	}
 	if row, err = insertInput(ctx, tx, run, a, ""); err != nil {
 		return 0, false, err
 	}
 	if err := remember(ctx, tx, a, row, ""); err != nil {
 		return 0, false, err
+	}
+	if stray {
+		return row, false, nil // adopt gives it to its run
 	}
 	return row, false, wake(ctx, tx, run, a.due(tx))
 }
@@ -284,14 +283,24 @@ func openRun(ctx context.Context, tx *sqlite.Tx, a arrival) (run int64, err erro
 	return run, nil
 }
 
-// deadLetter stores an input that nobody can take, at its run if there is one. The sender need not send it again.
+// deadLetter stores an input that nobody can take, at its run if there is one. The sender need not send it again; if it
+// does, with an explicit id, nothing is changed.
 func deadLetter(ctx context.Context, tx *sqlite.Tx, a arrival, reason string) error {
+	// The id may stand for another input. Its own mark among the ids is one that nobody can choose.
+	mark := a
+	mark.id += "\x00" + hex.EncodeToString(a.hash())
+	if fresh, err := lookUp(ctx, tx, mark); err != nil || !fresh {
+		return err
+	}
 	run, _, _, err := findRun(ctx, tx, a.tenant, a.run)
 	if err != nil && !errors.Is(err, sql.ErrNoRows) {
 		return err
 	}
 	row, err := insertInput(ctx, tx, run, a, reason)
 	if err != nil {
+		return err
+	}
+	if err := remember(ctx, tx, mark, row, ""); err != nil {
 		return err
 	}
 	return remember(ctx, tx, a, row, "")

@@ -82,7 +82,8 @@ func operate(ctx context.Context, store *sqlite.Store, which Selection, reason s
 	if which.Run == "" && !which.All {
 		return nil, fmt.Errorf("%w inputs: none are named", ErrInvalid)
 	}
-	for after, more := int64(0), true; more; {
+	var after Handled
+	for more := true; more; {
 		var some []Handled
 		err := store.Write(ctx, func(ctx context.Context, tx *sqlite.Tx) error {
 			rows, err := deadRows(ctx, tx, which, after)
@@ -106,16 +107,32 @@ func operate(ctx context.Context, store *sqlite.Store, which Selection, reason s
 			return all, err
 		}
 		if all, more = append(all, some...), len(some) == operatorBatch; more {
-			after = some[len(some)-1].Row
+			after = some[len(some)-1]
 		}
 	}
 	return all, nil
 }
 
-// deadRows is the next batch of a selection, in order of arrival.
-func deadRows(ctx context.Context, tx *sqlite.Tx, which Selection, after int64) (list []int64, err error) {
-	rows, err := tx.Query(ctx, `SELECT id FROM inbox INDEXED BY inbox_ended WHERE outcome = 'dead' AND id > ?1 AND (?2 = '' OR tenant = ?2) AND (?3 = '' OR run_name = ?3)
-		ORDER BY id LIMIT ?4`, after, which.Tenant, which.Run, operatorBatch)
+// deadQuery selects dead letters: ?1 tenant, ?2 run, those behind row ?3 of tenant ?4, at most ?5. Each batch is found
+// where the one before ended, without a look at the rest: by tenant and then arrival in all tenants, else by arrival.
+func (s Selection) deadQuery() string {
+	switch {
+	case s.Run == "" && s.Tenant == "":
+		return "SELECT id FROM inbox INDEXED BY inbox_dead WHERE outcome = 'dead' AND (tenant, id) > (?4, ?3) ORDER BY tenant, id LIMIT ?5"
+	case s.Run == "":
+		return "SELECT id FROM inbox INDEXED BY inbox_dead WHERE outcome = 'dead' AND tenant = ?1 AND id > ?3 ORDER BY id LIMIT ?5"
+	}
+	tenant := ""
+	if s.Tenant != "" {
+		tenant = "tenant = ?1 AND "
+	}
+	const dead = "SELECT id FROM inbox INDEXED BY inbox_ended WHERE outcome = 'dead' AND id > ?3 AND "
+	return dead + "run IN (SELECT id FROM run WHERE " + tenant + "name = ?2) UNION ALL " + dead + "run IS NULL AND " + tenant + "run_name = ?2 ORDER BY id LIMIT ?5"
+}
+
+// deadRows is the next batch of a selection.
+func deadRows(ctx context.Context, tx *sqlite.Tx, which Selection, after Handled) (list []int64, err error) {
+	rows, err := tx.Query(ctx, which.deadQuery(), which.Tenant, which.Run, after.Row, after.Tenant, operatorBatch)
 	if err != nil {
 		return nil, fmt.Errorf("look for dead letters: %w", err)
 	}

@@ -45,6 +45,20 @@ func Receive(ctx context.Context, store *sqlite.Store, in []record.Inbound) ([]r
 	return out, nil
 }
 
+// Registered fails while no node has ever written down in this database which agents and routes it has: every input would
+// be a dead letter.
+func Registered(ctx context.Context, store *sqlite.Store) error {
+	var known bool
+	err := store.Get(ctx, "SELECT EXISTS (SELECT 1 FROM agent) OR EXISTS (SELECT 1 FROM route)", nil, &known)
+	if err != nil {
+		return fmt.Errorf("look for agents: %w", err)
+	}
+	if !known {
+		return errors.New("its node has not run yet: no agent is known here")
+	}
+	return nil
+}
+
 func takeIn(ctx context.Context, tx *sqlite.Tx, in *record.Inbound) (record.Outcome, error) {
 	a := arrival{tenant: in.Tenant, run: in.Run, agent: in.Agent, id: in.ID, explicit: in.ID != "", typ: in.Type, source: in.Source, data: in.Data,
 		hops: in.Hops, correlation: in.Correlation, causation: in.Causation, trace: in.Trace}

@@ -313,3 +313,66 @@ func TestCausesAreCarriedOn(t *testing.T) {
 		t.Errorf("the command's input has %s", got)
 	}
 }
+
+// A conflict that comes again, as a retained message does, is the dead letter that it was.
+func TestConflictThatComesAgainIsOneDeadLetter(t *testing.T) {
+	n := newNode(t, one(scripted), quick)
+	n.receive(foreign("a", "r", "x", "1"))
+	for range 3 {
+		for _, data := range []string{"2", "3"} {
+			if out := n.receive(foreign("a", "r", "x", data)); out[0] != record.Conflict {
+				t.Errorf("%s was %s", data, out[0])
+			}
+		}
+	}
+	if got := n.value("SELECT count(*) FROM inbox WHERE outcome = 'dead'"); got != "2" {
+		t.Errorf("%s dead letters of two contents", got)
+	}
+	if out := n.receive(foreign("a", "r", "x", "1")); out[0] != record.Duplicate {
+		t.Errorf("the first was %s", out[0])
+	}
+}
+
+// Ids are forgotten also while inputs cannot be passed on.
+func TestIDsAreForgottenBesideFailures(t *testing.T) {
+	n := newNode(t, one(scripted), quick)
+	n.send("a", "r", "old", "{}")
+	n.settle()
+	n.exec("UPDATE seen SET at_us = 1")
+	n.send("b@n2", "r2", "k", "{}")
+	fault := errors.New("fault")
+	n.before = func(q string) error {
+		if strings.HasPrefix(q, "INSERT INTO outbox") {
+			return fault
+		}
+		return nil
+	}
+	purged := time.Now().Add(-time.Hour)
+	if _, err := n.errands(t.Context(), &purged); !errors.Is(err, fault) {
+		t.Errorf("errands: %v", err)
+	}
+	if got := n.value("SELECT group_concat(input_id) FROM seen"); got != "k" {
+		t.Errorf("ids %s are known", got)
+	}
+}
+
+// An id from before schema 2, whose input nobody noted, is freed by a rewind, and kept while its input waits.
+func TestIDsOfTheFormerSchema(t *testing.T) {
+	const step = `{"commands": [{"type": "t", "in": "1h", "id": "k", "data": {}}]}`
+	n := newNode(t, one(scripted), quick)
+	n.send("a", "r", "1", step)
+	n.settle()
+	n.exec("UPDATE seen SET input = NULL, at_us = 1")
+	if _, err := purgeSeen(t.Context(), n.store, time.Hour); err != nil {
+		t.Fatal(err)
+	}
+	if got := n.value("SELECT group_concat(input_id) FROM seen"); got != "pr:n1/d/r/k" {
+		t.Errorf("ids %s are known, want the timer's", got)
+	}
+	n.rewind("r", 0)
+	n.send("a", "r", "2", step)
+	n.settle()
+	if got := n.value("SELECT count(*) FROM inbox WHERE command_id = 'k'"); got != "1" {
+		t.Errorf("%s timers", got)
+	}
+}

@@ -110,11 +110,12 @@ func rewind(ctx context.Context, tx *sqlite.Tx, tenant, name string, to int64, r
 		return Rewound{}, err
 	}
 	for _, s := range lineage[:at+1] { // what they had handed over
-		n, err := outbox.WithholdCreated(ctx, tx, s.branch, max(s.from, to), s.to)
+		withheld, shipped, err := outbox.WithholdCreated(ctx, tx, s.branch, max(s.from, to), s.to)
 		if err != nil {
 			return Rewound{}, err
 		}
-		out.Withheld += n
+		out.Withheld += withheld
+		out.Shipped += shipped
 	}
 
 	opened := record.BranchOpened{Parent: holder.ulid, ForkStep: to, ForkLSN: lsn, Reason: reason}
@@ -178,7 +179,8 @@ func liveLineage(ctx context.Context, tx *sqlite.Tx, run int64) ([]stretch, erro
 }
 
 // rewindInbox puts back what the abandoned steps, those after step to in lineage[:at+1], took from the inbox or put into
-// it. What an earlier rewind abandoned was put back by that one, and its ids may have a new owner. A step counts as creator or consumer only while it is on its run's live lineage.
+// it. What an earlier rewind abandoned was put back by that one, and its ids may have a new owner. A step counts as
+// creator or consumer only while it is on its run's live lineage.
 func rewindInbox(ctx context.Context, tx *sqlite.Tx, run int64, lineage []stretch, at int, to int64) (restored, removed int64, err error) {
 	for _, s := range lineage[:at+1] {
 		// Created by them: never existed, unless a step that stands consumed it.
@@ -233,12 +235,7 @@ func rewindInbox(ctx context.Context, tx *sqlite.Tx, run int64, lineage []stretc
 			if !slices.ContainsFunc(lineage[at:], func(s stretch) bool { return s.branch == in.branch && in.step <= min(s.to, to) }) {
 				continue
 			}
-			_, _, err := tx.Exec(ctx, `UPDATE inbox SET consumed_branch = NULL, consumed_step = NULL, cancelled_branch = NULL, cancelled_step = NULL,
-				attempts = 0, next_us = NULL, last_error = NULL WHERE id = ?`, in.id)
-			if err != nil {
-				return 0, 0, fmt.Errorf("give input of the kept lineage again: %w", err)
-			}
-			if err := wake(ctx, tx, in.run, max(in.dueUS, tx.SteadyUS)); err != nil {
+			if err := giveAgain(ctx, tx, in); err != nil {
 				return 0, 0, err
 			}
 			restored++
@@ -247,17 +244,46 @@ func rewindInbox(ctx context.Context, tx *sqlite.Tx, run int64, lineage []stretc
 	return restored, removed, nil
 }
 
+// giveAgain makes an input pending again. A timer by the wall clock may have missed that the clock was set.
+func giveAgain(ctx context.Context, tx *sqlite.Tx, in touched) error {
+	_, _, err := tx.Exec(ctx, `UPDATE inbox SET consumed_branch = NULL, consumed_step = NULL, cancelled_branch = NULL, cancelled_step = NULL,
+		attempts = 0, next_us = NULL, last_error = NULL, due_us = iif(at_us IS NULL, due_us, `+timeOfAt+`) WHERE id = ?1`,
+		in.id, nil, tx.SteadyUS, tx.WallUS)
+	if err != nil {
+		return fmt.Errorf("give input of the kept lineage again: %w", err)
+	}
+	a := arrival{explicit: true}
+	var due int64
+	var commandID string
+	err = tx.Get(ctx, "SELECT tenant, run_name, input_id, agent, type, data, hops, due_us, COALESCE(command_id, '') FROM inbox WHERE id = ?", []any{in.id},
+		&a.tenant, &a.run, &a.id, &a.agent, &a.typ, &a.data, &a.hops, &due, &commandID)
+	if err == nil && commandID != "" { // cancelled, it had let go of its id
+		err = remember(ctx, tx, a, in.id, "")
+	}
+	if err != nil {
+		return fmt.Errorf("give input of the kept lineage again: %w", err)
+	}
+	return wake(ctx, tx, in.run, max(due, tx.SteadyUS))
+}
+
 // onLiveLineage says whether a step of a run stands.
 func onLiveLineage(ctx context.Context, tx *sqlite.Tx, run, branch, step int64) (bool, error) {
 	lineage, err := liveLineage(ctx, tx, run)
 	return slices.ContainsFunc(lineage, func(s stretch) bool { return s.branch == branch && step <= s.to }), err
 }
 
-// forget makes an input's id usable again. A dead letter for other content under the id of a former input leaves that one
+// forget makes the id of an input that is taken back, or cancelled, usable again. A dead letter for other content under the id of a former input leaves that one
 // alone.
 func forget(ctx context.Context, tx *sqlite.Tx, input int64) error {
-	_, _, err := tx.Exec(ctx, `DELETE FROM seen WHERE (tenant, run_name, input_id) = (SELECT tenant, run_name, input_id FROM inbox WHERE id = ?1)
+	n, _, err := tx.Exec(ctx, `DELETE FROM seen WHERE (tenant, run_name, input_id) = (SELECT tenant, run_name, input_id FROM inbox WHERE id = ?1)
 		AND input = ?1`, input)
+	if err == nil && n == 0 { // before schema 2 an id was known by its content alone
+		var a arrival
+		err = tx.Get(ctx, "SELECT tenant, run_name, input_id, agent, type, data FROM inbox WHERE id = ?", []any{input}, &a.tenant, &a.run, &a.id, &a.agent, &a.typ, &a.data)
+		if err == nil {
+			_, _, err = tx.Exec(ctx, "DELETE FROM seen WHERE tenant = ? AND run_name = ? AND input_id = ? AND input IS NULL AND hash = ?", a.tenant, a.run, a.id, a.hash())
+		}
+	}
 	if err != nil {
 		return fmt.Errorf("forget input of an abandoned step: %w", err)
 	}

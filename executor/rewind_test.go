@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -13,6 +14,7 @@ import (
 
 	"postrider/internal/agent"
 	"postrider/internal/record"
+	"postrider/internal/sqlite"
 	"postrider/outbox"
 )
 
@@ -449,4 +451,62 @@ func TestRewindFencesTheStepInProgress(t *testing.T) {
 		t.Errorf("%g steps are counted as fenced, want 1", got)
 	}
 	n.mustBe("other", "idle", "1")
+}
+
+// A timer may be cancelled and set anew under its id, also in one step; a rewind puts back the one of its time.
+func TestCancelledCommandLetsGoOfItsID(t *testing.T) {
+	n := newNode(t, one(scripted), quick)
+	timers := func(want string) {
+		t.Helper()
+		n.settle()
+		got := n.value("SELECT group_concat(CAST(data AS TEXT) || iif(cancelled_step IS NULL, '', ' cancelled') || COALESCE(' ' || outcome, ''), ', ') FROM (SELECT * FROM inbox WHERE command_id = 'k' ORDER BY id)")
+		if got != want {
+			t.Errorf("timers: %s, want %s", got, want)
+		}
+	}
+	n.send("a", "r", "1", `{"commands": [{"type": "t", "in": "1h", "id": "k", "data": 1}]}`)
+	timers("1")
+	n.send("a", "r", "2", `{"cancel": ["k"], "commands": [{"type": "t", "in": "2h", "id": "k", "data": 2}]}`)
+	timers("1 cancelled, 2")
+	n.send("a", "r", "3", `{"cancel": ["k"]}`)
+	timers("1 cancelled, 2 cancelled")
+	n.send("a", "r", "4", `{"commands": [{"type": "t", "in": "3h", "id": "k", "data": 3}]}`)
+	timers("1 cancelled, 2 cancelled, 3")
+	n.rewind("r", 2)
+	timers("1 cancelled, 2")
+	n.send("a", "r", "5", `{"commands": [{"type": "t", "in": "3h", "id": "k", "data": 2}]}`) // the same again
+	timers("1 cancelled, 2")
+	n.rewind("r", 1)
+	timers("1")
+	n.send("a", "r", "6", `{"commands": [{"type": "t", "in": "3h", "id": "k", "data": 9}]}`)
+	timers("1, 9 dead")
+}
+
+// A timer by the wall clock that a rewind puts back goes by the clock as it was set meanwhile.
+func TestRewoundTimerFollowsTheClock(t *testing.T) {
+	base := time.Now()
+	var set time.Duration
+	n := &node{t: t, path: filepath.Join(t.TempDir(), "n.db"), clocks: sqlite.Clocks{Wall: func() time.Time { return base.Add(time.Since(base) + set) }}}
+	n.open(t, one(scripted), quick)
+	t.Cleanup(func() {
+		if err := n.store.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	n.send("a", "r", "1", `{"commands": [{"type": "t", "at": "`+base.Add(2*time.Hour).UTC().Format(time.RFC3339)+`", "id": "c", "data": {}}]}`)
+	n.settle()
+	n.send("a", "r", "2", `{"cancel": ["c"]}`)
+	n.settle()
+	set = time.Hour
+	if err := n.watchClocks(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	n.rewind("r", 1)
+	var due int64
+	if err := n.store.Get(t.Context(), "SELECT due_us FROM inbox WHERE command_id = 'c'", nil, &due); err != nil {
+		t.Fatal(err)
+	}
+	if in := time.Duration(due-n.store.SteadyUS()) * time.Microsecond; in < 59*time.Minute || in > 61*time.Minute {
+		t.Errorf("it is due in %s, want an hour", in)
+	}
 }

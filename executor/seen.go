@@ -23,8 +23,10 @@ func lookUp(ctx context.Context, tx *sqlite.Tx, a arrival) (fresh bool, err erro
 	var hash []byte
 	var hops int64
 	var outcome string
-	err = tx.Get(ctx, "SELECT hash, hops, COALESCE(outcome, '') FROM seen WHERE tenant = ? AND run_name = ? AND input_id = ?",
-		[]any{a.tenant, a.run, a.id}, &hash, &hops, &outcome)
+	var elsewhere bool
+	err = tx.Get(ctx, `SELECT s.hash, s.hops, COALESCE(s.outcome, ''), i.id IS NOT NULL AND NULLIF(i.node, m.node) IS NOT NULLIF(NULLIF(?4, ''), m.node)
+		FROM seen s JOIN meta m ON m.id = 1 LEFT JOIN inbox i ON i.id = s.input WHERE s.tenant = ?1 AND s.run_name = ?2 AND s.input_id = ?3`,
+		[]any{a.tenant, a.run, a.id, a.node}, &hash, &hops, &outcome, &elsewhere)
 	switch {
 	case errors.Is(err, sql.ErrNoRows):
 		return true, nil
@@ -32,8 +34,12 @@ func lookUp(ctx context.Context, tx *sqlite.Tx, a arrival) (fresh bool, err erro
 		return false, fmt.Errorf("look up input %s: %w", a.id, err)
 	case string(hash) != string(a.hash()):
 		return false, fmt.Errorf("%w: input id %q of run %s was used for other content", ErrConflict, a.id, a.run)
+	case outcome == handedOver && a.hops > hops:
+		return true, nil
+	case elsewhere:
+		return false, fmt.Errorf("%w: input id %q of run %s was used for another node", ErrConflict, a.id, a.run)
 	}
-	return outcome == handedOver && a.hops > hops, nil
+	return false, nil
 }
 
 // remember notes the id of an input that the same transaction stored as row, or, with outcome handed-over, has leave.
@@ -73,8 +79,9 @@ func purgeSeen(ctx context.Context, store *sqlite.Store, window time.Duration) (
 	err = store.Write(ctx, func(ctx context.Context, tx *sqlite.Tx) error {
 		more = false
 		waits, _, err := tx.Exec(ctx, `UPDATE seen SET at_us = ?1 - (SELECT skip_us FROM meta WHERE id = 1) WHERE (tenant, run_name, input_id) IN (
-			SELECT s.tenant, s.run_name, s.input_id FROM (`+oldSeen+`) s JOIN inbox i ON i.id = s.input
-			WHERE i.consumed_branch IS NULL AND i.cancelled_branch IS NULL AND i.ended_us IS NULL)`,
+			SELECT s.tenant, s.run_name, s.input_id FROM (`+oldSeen+`) s
+			WHERE EXISTS (SELECT 1 FROM inbox i WHERE i.id = s.input `+andPending+`)
+			OR s.input IS NULL AND EXISTS (SELECT 1 FROM run r JOIN inbox i ON i.run = r.id WHERE r.tenant = s.tenant AND r.name = s.run_name AND i.input_id = s.input_id `+andPending+`))`,
 			tx.SteadyUS, window.Microseconds(), purgeBatch)
 		if err != nil {
 			return fmt.Errorf("keep ids of inputs that wait: %w", err)
@@ -92,6 +99,8 @@ func purgeSeen(ctx context.Context, store *sqlite.Store, window time.Duration) (
 
 // oldSeen is the ?3 oldest ids of more than ?2 microseconds at steady time ?1, by index seen_age.
 const oldSeen = `SELECT tenant, run_name, input_id, input FROM seen WHERE at_us < ?1 - ?2 - (SELECT skip_us FROM meta WHERE id = 1) ORDER BY at_us LIMIT ?3`
+
+const andPending = "AND i.consumed_branch IS NULL AND i.cancelled_branch IS NULL AND i.ended_us IS NULL"
 
 // noteLSN notes a record of another node, and says whether it is the first time. Neighbours become one range.
 func noteLSN(ctx context.Context, tx *sqlite.Tx, node string, key record.BranchKey, lsn int64) (fresh bool, err error) {

@@ -316,7 +316,13 @@ func deliverLocal(ctx context.Context, tx *sqlite.Tx, a arrival) error {
 func deliverRouted(ctx context.Context, tx *sqlite.Tx, a arrival, records []record.Record, occurred int64) ([]record.Record, error) {
 	to, err := placeOf(ctx, tx, a)
 	if err == nil && !to.here() && !to.bestEffort && a.due(tx) <= tx.SteadyUS {
-		return append(records, command(a, to.node, occurred)), nil
+		behind, err := straysBefore(ctx, tx, a)
+		if err != nil {
+			return nil, err
+		}
+		if !behind {
+			return leaveAtOnce(ctx, tx, a, to, records, occurred)
+		}
 	}
 	if err == nil {
 		_, _, err = accept(ctx, tx, a)
@@ -327,7 +333,20 @@ func deliverRouted(ctx context.Context, tx *sqlite.Tx, a arrival, records []reco
 	return records, err
 }
 
-// cancelCommands withdraws the run's own commands by the ids it gave them, where they are still pending here.
+// leaveAtOnce is deliverRouted for a command that nothing holds up. Its id may have been used while its agent was here.
+func leaveAtOnce(ctx context.Context, tx *sqlite.Tx, a arrival, to place, records []record.Record, occurred int64) ([]record.Record, error) {
+	fresh, err := lookUp(ctx, tx, a)
+	switch {
+	case errors.Is(err, ErrConflict):
+		return records, deadLetter(ctx, tx, a, err.Error())
+	case err != nil || !fresh:
+		return records, err
+	}
+	return append(records, command(a, to.node, occurred)), nil
+}
+
+// cancelCommands withdraws the run's own commands by the ids it gave them, where they are still pending here. Their ids
+// are free again: a timer may be set anew, also in the same step.
 func cancelCommands(ctx context.Context, tx *sqlite.Tx, c *claim, ids []string) error {
 	for _, id := range ids {
 		list, err := trace(ctx, tx, `UPDATE inbox SET cancelled_branch = ?, cancelled_step = ?
@@ -339,6 +358,9 @@ func cancelCommands(ctx context.Context, tx *sqlite.Tx, c *claim, ids []string) 
 		}
 		for _, in := range list {
 			if err := letGo(ctx, tx, in.run, in.id); err != nil {
+				return err
+			}
+			if err := forget(ctx, tx, in.id); err != nil {
 				return err
 			}
 		}

@@ -98,7 +98,7 @@ func Open(ctx context.Context, path string, o Options) (*Fold, error) {
 func schema(name string) sqlite.Schema {
 	return sqlite.Schema{
 		Name: "Postrider fold", AppID: 0x50534644, Version: 2, Text: schemaText,
-		Upgrades: map[int]sqlite.Fill{1: sqlite.FillClocks},
+		Upgrades: map[int]sqlite.Fill{1: sqlite.FillClocks}, Locks: []string{".fold"},
 		Init: func(ctx context.Context, tx *sqlite.Tx) error {
 			suffix := strings.ToLower(rand.Text()[:8])
 			host := name

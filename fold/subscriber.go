@@ -158,6 +158,9 @@ func (s *Subscriber) guarded(ctx context.Context) (progress bool, err error) {
 func (s *Subscriber) session(ctx context.Context, progress *bool) error {
 	conn, err := mqtt.Subscribe(ctx, s.o.Broker, s.sub)
 	if err != nil {
+		// The broker may have lost its session and made an empty one meanwhile. Events are not retained: nothing comes again
+		// because of a subscription.
+		s.sub.Resume = false
 		return err
 	}
 	defer conn.Close()

@@ -168,6 +168,40 @@ func TestSubscriberReceivesWhatWasPublishedWhileItWasAway(t *testing.T) {
 	}
 }
 
+// The broker has lost its sessions. It makes an empty one of the CONNECT, and says on the next connection that it has kept it.
+func TestEmptySessionIsNotTakenForSubscribed(t *testing.T) {
+	for name, gone := range map[string]func(packet mqtttest.Packet, up bool) bool{
+		"before the SUBSCRIBE": func(packet mqtttest.Packet, up bool) bool { return up && packet.Type == mqtttest.Subscribe },
+		"before the CONNACK":   func(packet mqtttest.Packet, up bool) bool { return !up && packet.Type == mqtttest.Connack },
+	} {
+		t.Run(name, func(t *testing.T) {
+			before, after := startBroker(t), startBroker(t)
+			proxy := mqtttest.NewProxy(t, before.Addr())
+			f := openNew(t, Options{})
+			subscribe(t, f, broker(proxy.URL()))
+			var cut atomic.Bool
+			proxy.OnPacket(func(packet mqtttest.Packet, up bool) mqtttest.Verdict {
+				if gone(packet, up) && cut.CompareAndSwap(false, true) {
+					return mqtttest.CutBefore
+				}
+				return mqtttest.Pass
+			})
+			subscribes := proxy.Counts().Subscribes
+			proxy.SetTarget(after.Addr())
+			proxy.Cut()
+			mqtttest.Eventually(t, "the connection ends", cut.Load)
+			counted := 1
+			if name == "before the SUBSCRIBE" {
+				counted = 2 // one of them did not pass
+			}
+			proxy.Await("a SUBSCRIBE that passes", func(c mqtttest.Counts) bool { return c.Subscribes >= subscribes+counted })
+			mqtttest.Eventually(t, "the fold is connected", func() bool { return connected(f) })
+			publishRecords(t, after, events(5)...)
+			awaitRecords(t, f, 5)
+		})
+	}
+}
+
 func TestNothingIsAcknowledgedBeforeItIsCommitted(t *testing.T) {
 	b := startBroker(t)
 	proxy := mqtttest.NewProxy(t, b.Addr())

@@ -113,15 +113,19 @@ func SetCreator(ctx context.Context, tx *sqlite.Tx, id int64, c Creator) error {
 	return nil
 }
 
-// WithholdCreated withholds the handed-over inputs that steps (from, to] of a branch created and that were not shipped.
-// They stay in their branch, and the relay passes over them.
-func WithholdCreated(ctx context.Context, tx *sqlite.Tx, branch, from, to int64) (n int64, err error) {
-	n, _, err = tx.Exec(ctx, `UPDATE outbox SET withheld_us = ? WHERE creator_branch = ? AND creator_step > ? AND creator_step <= ? AND withheld_us IS NULL
-		AND lsn > (SELECT shipped FROM branch WHERE id = outbox.branch)`, tx.NowUS, branch, from, to)
-	if err != nil {
-		return 0, fmt.Errorf("withhold handed-over inputs: %w", err)
+// WithholdCreated withholds the handed-over inputs that steps (from, to] of a branch created and that were not shipped;
+// shipped counts the others. They stay in their branch, and the relay passes over them.
+func WithholdCreated(ctx context.Context, tx *sqlite.Tx, branch, from, to int64) (withheld, shipped int64, err error) {
+	err = tx.Get(ctx, `SELECT count(*) FROM outbox o JOIN branch b ON b.id = o.branch WHERE o.creator_branch = ? AND o.creator_step > ?
+		AND o.creator_step <= ? AND o.withheld_us IS NULL AND o.lsn <= b.shipped`, []any{branch, from, to}, &shipped)
+	if err == nil {
+		withheld, _, err = tx.Exec(ctx, `UPDATE outbox SET withheld_us = ? WHERE creator_branch = ? AND creator_step > ? AND creator_step <= ? AND withheld_us IS NULL
+			AND lsn > (SELECT shipped FROM branch WHERE id = outbox.branch)`, tx.NowUS, branch, from, to)
 	}
-	return n, nil
+	if err != nil {
+		return 0, 0, fmt.Errorf("withhold handed-over inputs: %w", err)
+	}
+	return withheld, shipped, nil
 }
 
 // size is what a record counts in backlog bytes: what its maker chose, without the envelope.

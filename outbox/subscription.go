@@ -54,7 +54,18 @@ func subscriptions(ctx context.Context, tx *sqlite.Tx, broker string, wanted []s
 	return dropped, granted, nil
 }
 
-// Subscribed records the SUBACK for filters.
+// Connecting forgets, before a CONNECT, that the broker's session has any filter: it may be lost, and the CONNECT make an
+// empty one in its place, whoever ends before a SUBACK.
+func (o *Outbox) Connecting(ctx context.Context, broker string) error {
+	return o.store.Write(ctx, func(ctx context.Context, tx *sqlite.Tx) error {
+		if _, _, err := tx.Exec(ctx, "UPDATE subscription SET granted = 0 WHERE broker = ? AND granted = 1", broker); err != nil {
+			return fmt.Errorf("record connection to %s: %w", broker, err)
+		}
+		return nil
+	})
+}
+
+// Subscribed records that the broker's session has filters: their SUBACK came, or it had them and was found again.
 func (o *Outbox) Subscribed(ctx context.Context, broker string, filters []string) error {
 	return o.each(ctx, "UPDATE subscription SET granted = 1 WHERE broker = ? AND filter = ?", broker, filters)
 }

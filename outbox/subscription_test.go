@@ -30,6 +30,16 @@ func TestSubscriptionsAreOnRecord(t *testing.T) {
 	subscribing([]string{"a", "c", "d"}, "b/#")
 	granted = true
 	subscribing([]string{"b/#", "d"}, "a", "c")
+	// A connection to another broker says nothing about this one's session; one to this broker, all of it may be gone.
+	if err := b.Connecting(ctx, "other:1883"); err != nil {
+		t.Fatal(err)
+	}
+	subscribing([]string{"b/#", "d"}, "a", "c")
+	if err := b.Connecting(ctx, "b:1883"); err != nil {
+		t.Fatal(err)
+	}
+	granted = false
+	subscribing([]string{"b/#", "d"}, "a", "c")
 	if dropped, had, err := b.Subscribing(ctx, "other:1883", []string{"a"}); len(dropped) > 0 || had || err != nil {
 		t.Errorf("another broker drops %v, granted %v, %v", dropped, had, err)
 	}

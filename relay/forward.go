@@ -64,17 +64,33 @@ func (s *session) forward(ctx context.Context) error {
 	}
 }
 
-// sendOne publishes a command and waits for its PUBACK, as long as for that of any record.
+// sendOne publishes a command and waits for its PUBACK, as long as for that of any record; at the end of ctx for the grace
+// period. A PUBACK that came is never called an error: the command would be sent again.
 func (s *session) sendOne(ctx context.Context, r *record.Record) error {
+	if ctx.Err() != nil {
+		return context.Cause(ctx)
+	}
 	d := s.conn.Publish(s.r.topics.Of(r), false, r.AppendCloudEvent(make([]byte, 0, len(r.Data)+768)))
 	limit := time.NewTimer(s.r.patience)
 	defer limit.Stop()
+	err := error(nil)
+	select {
+	case <-d.Done():
+	case <-limit.C:
+		err = fmt.Errorf("%w: no PUBACK for %s", mqtt.ErrTimeout, s.r.patience)
+	case <-ctx.Done():
+		grace := time.NewTimer(s.r.o.Grace)
+		defer grace.Stop()
+		select {
+		case <-d.Done():
+		case <-grace.C:
+			err = context.Cause(ctx)
+		}
+	}
 	select {
 	case <-d.Done():
 		return d.Error()
-	case <-ctx.Done():
-		return context.Cause(ctx)
-	case <-limit.C:
-		return fmt.Errorf("%w: no PUBACK for %s", mqtt.ErrTimeout, s.r.patience)
+	default:
+		return err
 	}
 }

@@ -75,11 +75,39 @@ func TestSendIsAnsweredByThePuback(t *testing.T) {
 		}
 		<-c.sent
 
+		// The session ends: the PUBACK may be on its way, and what it answers must not be sent again.
+		over := errors.New("the session is over")
+		for _, late := range []error{nil, mqtt.ErrPeerClosed} {
+			answer = send()
+			d = <-c.sent
+			cancel(over)
+			synctest.Wait()
+			d.err = late
+			close(d.done)
+			want(answer, late)
+			ctx, cancel = context.WithCancelCause(t.Context())
+		}
+		for range 100 { // both at once
+			answer = send()
+			d = <-c.sent
+			synctest.Wait()
+			close(d.done)
+			cancel(over)
+			want(answer, nil)
+			ctx, cancel = context.WithCancelCause(t.Context())
+		}
 		answer = send()
 		<-c.sent
-		over := errors.New("the session is over")
+		began = time.Now()
 		cancel(over)
 		want(answer, over)
+		if took := time.Since(began); took != time.Second {
+			t.Errorf("waited for %s after the end", took)
+		}
+		want(send(), over)
+		if n := len(c.sent); n > 0 {
+			t.Errorf("%d were sent after the end", n)
+		}
 	})
 }
 

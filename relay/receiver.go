@@ -44,8 +44,9 @@ type ReceiverOptions struct {
 // broker keeps it and sends it again. A Relay runs it while it holds the lock of the database, beside its sessions: one
 // failing does not stop the other.
 //
-// It subscribes when the broker has no session, or one that was not told all of its filters: then retained messages come
-// again.
+// It subscribes when the broker has no session, or one that perhaps does not have all of its filters: then retained messages
+// come again. A broker that is away is no reason; one that ends a connection instead of answering the CONNECT is, since it
+// may have made an empty session of it.
 type Receiver struct {
 	box     *outbox.Outbox
 	inlets  *record.Inlets
@@ -56,7 +57,6 @@ type Receiver struct {
 	sub     mqtt.Subscription
 	host    string   // of the broker, in table subscription
 	dropped []string // filters that the kept session may still have
-	granted bool     // this process recorded the SUBACK
 	known   bool     // dropped was read
 	said    saidOnce
 	c       inboundCondition
@@ -100,6 +100,10 @@ func NewReceiver(box *outbox.Outbox, inlets *record.Inlets, broker mqtt.Options,
 	}
 	for _, outcome := range []record.Outcome{record.Stored, record.Duplicate, record.Conflict, record.DeadInput} {
 		v.messages.WithLabelValues(string(outcome))
+	}
+	v.sub.Connecting = func(ctx context.Context) error {
+		v.sub.Resume = false
+		return box.Connecting(ctx, host)
 	}
 	v.unmatched = v.messages.WithLabelValues("unmatched")
 	if o.Metrics != nil {
@@ -155,26 +159,30 @@ func (v *Receiver) session(ctx context.Context, progress *bool) error {
 		}
 		v.dropped, v.known, v.sub.Resume = dropped, true, granted
 	}
+	resume := v.sub.Resume
 	conn, err := mqtt.Subscribe(ctx, v.broker, v.sub)
+	if refused := (*mqtt.RefusedError)(nil); resume && errors.As(err, &refused) { // the broker looked at no session
+		v.sub.Resume = true
+		return errors.Join(err, v.subscribed(ctx))
+	}
 	if err != nil {
 		return err
 	}
 	defer conn.Close()
+	// Without the SUBACK nobody knows what the session has, and the next connection subscribes again.
+	defer func() { v.sub.Resume = conn.Confirmed() }()
 	v.connected.Set(1)
 	defer v.connected.Set(0)
 	v.c.connected()
-	if conn.Confirmed() && !v.granted {
-		if err := v.box.Subscribed(ctx, v.host, v.sub.Filters); err != nil {
+	if conn.Confirmed() {
+		if err := v.subscribed(ctx); err != nil {
 			return err
 		}
-		v.granted = true
 	}
-	if v.sub.Resume && !conn.SessionPresent() {
+	if resume && !conn.SessionPresent() {
 		v.log.Warn("the broker did not keep the session of this node's inputs; what was sent meanwhile is lost")
 	}
 	v.log.Info("inputs are subscribed", "client_id", v.broker.ClientID, "filters", len(v.sub.Filters), "session_kept", conn.SessionPresent())
-	// Without the SUBACK nobody knows what the session has, and the next connection subscribes again.
-	defer func() { v.sub.Resume = conn.Confirmed() }()
 
 	var g run.Group
 	{ // takes in what comes
@@ -192,6 +200,13 @@ func (v *Receiver) session(ctx context.Context, progress *bool) error {
 		}), func(error) { cancel() })
 	}
 	return g.Run()
+}
+
+// subscribed records that the session has all filters, also at the end of ctx: else the next process subscribes again.
+func (v *Receiver) subscribed(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), v.o.KeepFor)
+	defer cancel()
+	return v.box.Subscribed(ctx, v.host, v.sub.Filters)
 }
 
 func (v *Receiver) unsubscribe(ctx context.Context, conn *mqtt.Subscriber) error {

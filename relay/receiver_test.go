@@ -268,6 +268,108 @@ func TestSessionIsKept(t *testing.T) {
 	d.await(t, want...)
 }
 
+// The broker has lost its sessions. It makes an empty one of the CONNECT, and says on the next connection that it has kept
+// it: a connection or a process that ends in between must not leave a node that hears nothing.
+func TestEmptySessionIsNotTakenForSubscribed(t *testing.T) {
+	for name, gone := range map[string]func(packet mqtttest.Packet, up bool) bool{
+		"before the SUBSCRIBE": func(packet mqtttest.Packet, up bool) bool { return up && packet.Type == mqtttest.Subscribe },
+		"before the CONNACK":   func(packet mqtttest.Packet, up bool) bool { return !up && packet.Type == mqtttest.Connack },
+	} {
+		for _, restart := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s, restart %v", name, restart), func(t *testing.T) {
+				before, after, p := startBroker(t), startBroker(t), newPost(t)
+				proxy := mqtttest.NewProxy(t, before.Addr())
+				d := &door{}
+				v := p.receiver(proxy.URL(), inlets(t), d.receive, relay.ReceiverOptions{})
+				stop := p.run(after.URL(), v)
+				awaitUp(t, v)
+
+				var mu sync.Mutex
+				cuts, cutting := 0, true
+				proxy.OnPacket(func(packet mqtttest.Packet, up bool) mqtttest.Verdict {
+					mu.Lock()
+					defer mu.Unlock()
+					if !gone(packet, up) || !cutting {
+						return mqtttest.Pass
+					}
+					cuts++
+					cutting = restart // without one, the next connection stays
+					return mqtttest.CutBefore
+				})
+				proxy.SetTarget(after.Addr())
+				proxy.Cut()
+				mqtttest.Eventually(t, "the connection ends", func() bool { mu.Lock(); defer mu.Unlock(); return cuts > 0 })
+				if restart {
+					stop()
+					mu.Lock()
+					cutting = false
+					mu.Unlock()
+					v = p.receiver(proxy.URL(), inlets(t), d.receive, relay.ReceiverOptions{})
+					p.run(after.URL(), v)
+				}
+				// Connected is not enough: the SUBACK is on record.
+				mqtttest.Eventually(t, "the filters are granted again", func() bool { return p.value("SELECT min(granted) FROM subscription") == 1 })
+				awaitUp(t, v)
+				sender(t, after.URL())(nodeTopic, order(1))
+				d.await(t, "1")
+			})
+		}
+	}
+}
+
+// A broker that refuses a connection has looked at no session: nothing is subscribed again, now or by the next process.
+func TestRefusedConnectionLeavesTheSession(t *testing.T) {
+	f, b, p := mqtttest.NewFake(t), startBroker(t), newPost(t)
+	proxy := mqtttest.NewProxy(t, b.Addr())
+	v := p.receiver(proxy.URL(), inlets(t), (&door{}).receive, relay.ReceiverOptions{})
+	stop := p.run(b.URL(), v)
+	awaitUp(t, v)
+	f.OnConnect(func(int) int { return 3 })
+	for range 2 {
+		proxy.SetTarget(f.Addr())
+		proxy.Cut()
+		awaitTrouble(t, v, "server unavailable")
+		stop()
+		v = p.receiver(proxy.URL(), inlets(t), (&door{}).receive, relay.ReceiverOptions{})
+		stop = p.run(b.URL(), v)
+		awaitTrouble(t, v, "server unavailable")
+		proxy.SetTarget(b.Addr())
+		awaitUp(t, v)
+	}
+	if n := proxy.Counts().Subscribes; n != 1 {
+		t.Errorf("%d SUBSCRIBEs for a session that was kept", n)
+	}
+}
+
+// Until the SUBACK, which comes behind all that the session had kept, no process may count on the session.
+func TestSubscriptionIsOnRecordAfterItsSuback(t *testing.T) {
+	b, p := startBroker(t), newPost(t)
+	v := p.receiver(b.URL(), inlets(t), (&door{}).receive, relay.ReceiverOptions{})
+	stop := p.run(b.URL(), v)
+	awaitUp(t, v)
+	mqtttest.Eventually(t, "the SUBACK is on record", func() bool { return p.value("SELECT min(granted) FROM subscription") == 1 })
+	stop()
+	p.forgetGrants()
+	payloads, _ := numbers(0, 2000)
+	sender(t, b.URL())(nodeTopic, payloads...)
+	called, end := make(chan struct{}, 1), make(chan struct{})
+	d := &door{answer: func(n int, _ []record.Inbound) error {
+		if n == 1 {
+			close(called)
+		}
+		<-end
+		return nil
+	}}
+	v = p.receiver(b.URL(), inlets(t), d.receive, relay.ReceiverOptions{})
+	stop = p.run(b.URL(), v)
+	wait(t, called)
+	if p.value("SELECT max(granted) FROM subscription") != 0 {
+		t.Error("the filters are on record before their SUBACK")
+	}
+	close(end)
+	stop()
+}
+
 // A connection that ends before the SUBACK, which comes behind all that the session had kept, leaves the next one to
 // subscribe again.
 func TestUnconfirmedSubscriptionIsRepeated(t *testing.T) {
@@ -593,6 +695,15 @@ func TestEndDuringACommit(t *testing.T) {
 	if n := proxy.Counts().ClientPubacks; n != 1 {
 		t.Errorf("%d PUBACKs, one input was committed", n)
 	}
+}
+
+// value is one number of the database.
+func (p *post) value(query string) (n int64) {
+	p.t.Helper()
+	if err := p.store.Get(p.t.Context(), query, nil, &n); err != nil {
+		p.t.Fatal(err)
+	}
+	return n
 }
 
 // forgetGrants has the database not know of any SUBACK.

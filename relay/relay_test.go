@@ -588,6 +588,42 @@ func TestExpiredMessageIsNotSent(t *testing.T) {
 	}
 }
 
+// A record that a rewind withheld in its own row, as a handed-over input is, is not sent, and the mark passes over it.
+func TestWithheldRecordIsPassedOver(t *testing.T) {
+	n := newNode(t)
+	_, err := executor.Submit(n.ctx, n.store, executor.Input{Tenant: "t", Agent: "mixed", Run: "r", ID: "1", Type: "go", Data: []byte("1"), Source: "cli"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	n.await([]runKey{{"t", "r"}}, "idle")
+	err = n.store.Write(n.ctx, func(ctx context.Context, tx *sqlite.Tx) error {
+		changed, _, err := tx.Exec(ctx, "UPDATE outbox SET withheld_us = ? WHERE kind = ?", tx.NowUS, record.Command)
+		if err == nil && changed != 1 {
+			err = fmt.Errorf("%d commands", changed)
+		}
+		return err
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	conn := newFakeConn(ack)
+	n.start(lonely(n, always(conn), relay.Options{}).Run)
+	n.awaitShipped()
+	conn.mu.Lock()
+	defer conn.mu.Unlock()
+	var topics []string
+	for _, d := range conn.sent {
+		topics = append(topics, d.topic)
+	}
+	events := record.Topics{Root: root}.Events("t", nodeName, "r")
+	if want := []string{events, events, "plant/lamp/set"}; !slices.Equal(topics, want) { // the command was before the message
+		t.Errorf("sent to %v, want %v", topics, want)
+	}
+	if c := n.count("SELECT count(*) FROM branch WHERE shipped = 4 AND exportable = 4"); c != 1 {
+		t.Error("the mark did not pass over it")
+	}
+}
+
 // Each kind of record goes to its topic in its form.
 func TestRecordsGoToTheirTopics(t *testing.T) {
 	n := newNode(t)

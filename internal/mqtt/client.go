@@ -14,7 +14,7 @@ type Client struct{ *session }
 // Dial connects and waits for the CONNACK, at most Options.ConnectTimeout; ctx ends the wait earlier. The errors wrap
 // ErrUnreachable, ErrTimeout, ErrPeerClosed or a *RefusedError, or are the cause of ctx.
 func Dial(ctx context.Context, o Options) (*Client, error) {
-	s, err := dial(ctx, o, true, func(*session, paho.Message) {})
+	s, err := dial(ctx, o, true, nil, func(*session, paho.Message) {})
 	if err != nil {
 		return nil, err
 	}

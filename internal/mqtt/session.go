@@ -35,20 +35,21 @@ type session struct {
 }
 
 // dial connects and waits for the CONNACK. deliver is paho's only handler: messages that the broker had queued come right
-// after the CONNACK, before anything could be registered.
-func dial(ctx context.Context, o Options, clean bool, deliver func(*session, paho.Message)) (*session, error) {
+// after the CONNACK, before anything could be registered. connecting, if there is one, is called before the CONNECT.
+func dial(ctx context.Context, o Options, clean bool, connecting func(context.Context) error, deliver func(*session, paho.Message)) (*session, error) {
 	u, err := o.prepare()
 	if err != nil {
 		return nil, err
 	}
-	s, err := connect(ctx, u, o.withDefaults(), clean, deliver)
+	s, err := connect(ctx, u, o.withDefaults(), clean, connecting, deliver)
 	if err != nil {
 		return nil, fmt.Errorf("connect to %s: %w", u.Host, err)
 	}
 	return s, nil
 }
 
-func connect(parent context.Context, u *url.URL, o Options, clean bool, deliver func(*session, paho.Message)) (*session, error) {
+func connect(parent context.Context, u *url.URL, o Options, clean bool, connecting func(context.Context) error,
+	deliver func(*session, paho.Message)) (*session, error) {
 	ctx, cancel := context.WithTimeout(parent, o.ConnectTimeout)
 	defer cancel()
 	// explain prefers the caller's own cause, then the time limit, to what the broken connection says of it.
@@ -69,6 +70,12 @@ func connect(parent context.Context, u *url.URL, o Options, clean bool, deliver 
 			err = fmt.Errorf("%w: %w", ErrTimeout, err)
 		}
 		return nil, explain(err)
+	}
+	if connecting != nil {
+		if err := connecting(parent); err != nil {
+			l.Close()
+			return nil, err
+		}
 	}
 	s := &session{host: u.Host, stopped: make(chan struct{}), lost: make(chan struct{})}
 	s.conn = newConn(l, o, s.fail)

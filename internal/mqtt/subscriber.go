@@ -18,6 +18,11 @@ type Subscription struct {
 	// safe choice on the first connection of a process, whose filters may have changed since the session was made.
 	// Filters that were dropped stay in the broker's session until Unsubscribe.
 	Resume bool
+	// Connecting is called when the network is open, before the CONNECT, and an error of it ends Subscribe; nil: nothing. A
+	// broker that has no session makes an empty one of a CONNECT and says on the next connection that it has one. So Resume
+	// is to be forgotten here, also by who keeps it on disk, until the Subscriber is Confirmed. Only a *RefusedError leaves
+	// it as it was. An outage in which no connection comes about never gets here.
+	Connecting func(ctx context.Context) error
 	// Buffer is how many messages wait between network and consumer before the network is held back; default 1024.
 	Buffer int
 }
@@ -58,7 +63,7 @@ func Subscribe(ctx context.Context, o Options, sub Subscription) (*Subscriber, e
 		size = 1024
 	}
 	s := &Subscriber{c: make(chan Message, size), full: make(chan struct{})}
-	session, err := dial(ctx, o, false, s.deliver)
+	session, err := dial(ctx, o, false, sub.Connecting, s.deliver)
 	if err != nil {
 		return nil, err
 	}
@@ -150,7 +155,7 @@ func (s *Subscriber) C() <-chan Message { return s.c }
 func (s *Subscriber) SessionPresent() bool { return s.present }
 
 // Confirmed reports whether the broker's session is known to have all filters: the SUBACK has come, or Resume found them.
-// Only then may the next Subscription say Resume.
+// Only then may the next Subscription say Resume; not after a Subscribe that failed meanwhile, see Connecting.
 func (s *Subscriber) Confirmed() bool { return s.confirmed.Load() }
 
 // deliver runs on paho's goroutine: it only sends.

@@ -106,6 +106,41 @@ func TestSubscribesAgainOnlyWhenTheSessionIsGoneOrMayHaveChanged(t *testing.T) {
 	receive(t, s)
 }
 
+// Whoever keeps it in mind that the session has the filters is told before the broker may make an empty one, and not while
+// there is no broker.
+func TestConnectingIsCalledBeforeTheConnect(t *testing.T) {
+	b := startBroker(t)
+	p := mqtttest.NewProxy(t, b.Addr())
+	calls, connects := 0, -1
+	var fails error
+	sub := mqtt.Subscription{Filters: []string{"t/#"}, Connecting: func(context.Context) error {
+		calls++
+		connects = p.Counts().Connects
+		return fails
+	}}
+	attempt := func() error {
+		s, err := mqtt.Subscribe(t.Context(), mqtt.Options{Broker: p.URL(), ClientID: "s"}, sub)
+		if err == nil {
+			s.Close()
+		}
+		return err
+	}
+	if err := attempt(); err != nil || calls != 1 || connects != 0 {
+		t.Errorf("%d calls, %d CONNECTs before it, %v", calls, connects, err)
+	}
+	sub.Resume, fails = true, errors.New("not now")
+	wantErr(t, attempt(), fails)
+	if n := p.Counts().Connects; calls != 2 || n != 1 {
+		t.Errorf("%d calls; %d CONNECTs, one of them refused by the caller", calls, n)
+	}
+	p.Await("the connection is closed", func(c mqtttest.Counts) bool { return c.Open == 0 })
+	p.Refuse(true)
+	wantErr(t, attempt(), mqtt.ErrUnreachable)
+	if calls != 2 {
+		t.Error("called although no connection came about")
+	}
+}
+
 func TestRefusedSubscriptionIsAnError(t *testing.T) {
 	f := mqtttest.NewFake(t)
 	for _, code := range []byte{0x80, 0} {

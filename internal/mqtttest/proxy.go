@@ -22,6 +22,7 @@ type Proxy struct {
 	delay   time.Duration
 	rate    int
 	decide  func(Packet) Verdict
+	every   func(packet Packet, up bool) Verdict
 }
 
 // Counts is what a Proxy has seen since it was made.
@@ -83,6 +84,12 @@ func (p *Proxy) Throttle(rate int) { p.set(func() { p.rate = rate }) }
 
 // OnPublish asks decide about every PUBLISH of a client, one at a time; nil: all pass. decide must not call the Proxy.
 func (p *Proxy) OnPublish(decide func(Packet) Verdict) { p.set(func() { p.decide = decide }) }
+
+// OnPacket asks decide about every packet, up to the broker and down to clients, one at a time; nil: all pass. What else is
+// set goes first. decide must not call the Proxy.
+func (p *Proxy) OnPacket(decide func(packet Packet, up bool) Verdict) {
+	p.set(func() { p.every = decide })
+}
 
 // Target is the broker's host:port.
 func (p *Proxy) Target() string {
@@ -253,6 +260,9 @@ func (p *Proxy) judge(packet Packet, up bool) (verdict Verdict, delay time.Durat
 				verdict, p.drop = Drop, max(p.drop-1, -1)
 				c.DroppedPubacks++
 			}
+		}
+		if p.every != nil && verdict == Pass {
+			verdict = p.every(packet, up)
 		}
 	})
 	return verdict, delay

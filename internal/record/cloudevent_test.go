@@ -329,6 +329,17 @@ func TestTimesRoundTrip(t *testing.T) {
 			t.Errorf("%s is %d, want %d", want, got, us)
 		}
 	}
+	for us, want := range map[int64]string{
+		minTime - 1:    "0000-01-01T00:00:00.000000Z",
+		math.MinInt64:  "0000-01-01T00:00:00.000000Z",
+		maxTime + 1:    "9999-12-31T23:59:59.999999Z",
+		math.MaxInt64:  "9999-12-31T23:59:59.999999Z",
+		maxTime + 1e16: "9999-12-31T23:59:59.999999Z",
+	} {
+		if got := string(AppendTime(nil, us)); got != want {
+			t.Errorf("%d, which has no form, is %s, want %s", us, got, want)
+		}
+	}
 	rapid.Check(t, func(t *rapid.T) {
 		us := rapid.Int64Range(minTime, maxTime).Draw(t, "us")
 		if got, ok := parseTime(AppendTime(nil, us)); !ok || got != us {

@@ -339,9 +339,10 @@ var (
 	maxTime = time.Date(10000, 1, 1, 0, 0, 0, 0, time.UTC).UnixMicro() - 1
 )
 
-// AppendTime appends microseconds since 1970 as RFC 3339 in UTC with six decimals, the one form of times on the wire.
+// AppendTime appends microseconds since 1970 as RFC 3339 in UTC with six decimals, the one form of times on the wire. A time
+// outside of the years 0 to 9999 has no such form and becomes the first or the last that has one.
 func AppendTime(dst []byte, us int64) []byte {
-	t := time.UnixMicro(us).UTC()
+	t := time.UnixMicro(min(max(us, minTime), maxTime)).UTC()
 	year, month, day := t.Date()
 	hour, minute, second := t.Clock()
 	dst = appendDigits(dst, int64(year), 4)

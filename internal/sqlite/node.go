@@ -31,7 +31,7 @@ type Node struct {
 
 // NodeSchema is the kind of database that schema.sql, given as text, describes. node is the name that a new file gets.
 func NodeSchema(text, node string, path string) Schema {
-	return Schema{Name: "Postrider", AppID: nodeAppID, Version: nodeVersion, Text: text, Upgrades: nodeUpgrades, Init: func(ctx context.Context, tx *Tx) error {
+	return Schema{Name: "Postrider", AppID: nodeAppID, Version: nodeVersion, Text: text, Upgrades: nodeUpgrades, Locks: []string{".node", ".relay"}, Init: func(ctx context.Context, tx *Tx) error {
 		real, err := realPath(path)
 		if err != nil {
 			return err

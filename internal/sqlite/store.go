@@ -65,6 +65,9 @@ type Schema struct {
 	Version int
 	// Upgrades are the steps from older versions, each to the next one, by the number of the older.
 	Upgrades map[int]Fill
+	// Locks are the endings of the lock files beside the database that processes hold which run on it for long. An upgrade
+	// waits for none of them: they would go on in the words of the old version.
+	Locks []string
 	// Init fills a new file in the transaction that makes it; nil: nothing to fill.
 	Init func(ctx context.Context, tx *Tx) error
 }
@@ -122,8 +125,9 @@ type Store struct {
 }
 
 // Open opens the file at path and refuses, untouched, what is not of the wanted kind: ErrNotFound, ErrForeign,
-// ErrNewer. A file of an older version is upgraded, unless it is opened for reading: ErrOlder. Its first act is a commit, so that whatever a process killed inside its fsync left behind is durable before
-// anybody acts on it. Close ends the writer's goroutine.
+// ErrNewer. A file of an older version is upgraded, unless it is opened for reading (ErrOlder), or a process of that
+// version runs on it (ErrLocked). Its first act is a commit, so that whatever a process killed inside its fsync left behind
+// is durable before anybody acts on it. Close ends the writer's goroutine.
 func Open(ctx context.Context, path string, schema Schema, o Options) (*Store, error) {
 	o = o.filled()
 	if n := sqliteVersion(); n < minVersion {
@@ -142,7 +146,11 @@ func Open(ctx context.Context, path string, schema Schema, o Options) (*Store, e
 	case found == older && o.ReadOnly:
 		return nil, fmt.Errorf("%w: %s", ErrOlder, path)
 	case found == older:
-		if err := upgrade(ctx, abs, schema, o); err != nil {
+		err := upgrade(ctx, abs, schema, o)
+		if errors.Is(err, ErrLocked) {
+			return nil, fmt.Errorf("%s is in use by a process of an older version, and cannot be upgraded: %w", path, err)
+		}
+		if err != nil {
 			return nil, unusable(path, err)
 		}
 		if _, err := probe(ctx, path, abs, schema); err != nil { // another process may have upgraded it further
@@ -325,6 +333,9 @@ func unusable(path string, err error) error {
 	}
 	if full(err) {
 		return fmt.Errorf("%w: open %s: %w", ErrFull, path, err)
+	}
+	if errors.Is(err, os.ErrPermission) { // of a lock file
+		return fmt.Errorf("%w: %s: %w", ErrAccess, path, err)
 	}
 	switch code(err) & 0xff {
 	case lib.SQLITE_READONLY, lib.SQLITE_CANTOPEN, lib.SQLITE_PERM, lib.SQLITE_AUTH:

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"os"
 	"slices"
 	"strings"
 )
@@ -44,7 +45,8 @@ func (o object) quoted() string { return `"` + strings.ReplaceAll(o.name, `"`, `
 
 // upgrade brings an older file to the schema's own version in one transaction, or leaves it as it is; a second process
 // that came first wins. The schema's text is the truth: each table whose own differs from it is made anew and takes over
-// the rows; indexes, triggers and views are what the text has. A table that the text does not know stays.
+// the rows; indexes, triggers and views are what the text has. A table that the text does not know stays. ErrLocked: a
+// process runs on it, which can only be one of an older version.
 func upgrade(ctx context.Context, abs string, schema Schema, o Options) error {
 	want, err := fresh(ctx, schema.Text)
 	if err != nil {
@@ -67,6 +69,10 @@ func upgrade(ctx context.Context, abs string, schema Schema, o Options) error {
 	}
 	var from int
 	err = conn.QueryRowContext(ctx, "PRAGMA user_version").Scan(&from)
+	letGo := func() error { return nil }
+	if err == nil && from < schema.Version {
+		letGo, err = keepOut(abs, schema.Locks)
+	}
 	if err == nil && from < schema.Version {
 		wall, uptime := o.Clocks.read()
 		moment := strings.NewReplacer(":wall", fmt.Sprint(wall), ":up", fmt.Sprint(uptime))
@@ -80,7 +86,9 @@ func upgrade(ctx context.Context, abs string, schema Schema, o Options) error {
 		up.exec(ctx, fmt.Sprintf("PRAGMA user_version = %d", schema.Version))
 		err = cmp.Or(err, up.err)
 	}
-	if err != nil {
+	// Before the commit, and not after: who waits for it to open the file takes its own lock next. One of the older version
+	// that begins here has to wait for it too, as if it had begun earlier.
+	if err = errors.Join(err, letGo()); err != nil {
 		_, rerr := conn.ExecContext(context.WithoutCancel(ctx), "ROLLBACK")
 		return errors.Join(err, rerr)
 	}
@@ -89,6 +97,27 @@ func upgrade(ctx context.Context, abs string, schema Schema, o Options) error {
 		o.Logger.Info("database upgraded", "component", "store", "file", abs, "from", from, "to", schema.Version)
 	}
 	return up.err
+}
+
+// keepOut holds the locks of a file's long-running processes until letGo, or fails with ErrLocked. Only who has the write
+// lock may call it: two upgrades would take each other for such a process.
+func keepOut(abs string, endings []string) (letGo func() error, err error) {
+	var held []*Lock
+	letGo = func() error {
+		var errs []error
+		for _, l := range held {
+			errs = append(errs, l.Release())
+		}
+		return errors.Join(errs...)
+	}
+	for _, ending := range endings {
+		l, err := TakeLock(abs+ending, fmt.Sprintf("%d, which upgrades the database", os.Getpid()))
+		if err != nil {
+			return letGo, err
+		}
+		held = append(held, l)
+	}
+	return letGo, nil
 }
 
 // fresh is what a new file of the schema has in it.

@@ -29,7 +29,7 @@ func schemaFile(elem ...string) string {
 func kinds(path string) map[string]Schema {
 	return map[string]Schema{
 		"node": NodeSchema(schemaFile("schema.sql"), "n1", path),
-		"fold": {Name: "fold", AppID: 0x50534644, Version: 2, Text: schemaFile("fold", "schema.sql"), Upgrades: map[int]Fill{1: FillClocks}},
+		"fold": {Name: "fold", AppID: 0x50534644, Version: 2, Text: schemaFile("fold", "schema.sql"), Upgrades: map[int]Fill{1: FillClocks}, Locks: []string{".fold"}},
 	}
 }
 
@@ -393,6 +393,98 @@ func TestUpgradeWaitsForItsTurn(t *testing.T) {
 	}
 	if err := s.Close(); err != nil {
 		t.Error(err)
+	}
+}
+
+// A process of an older version that runs on the file would go on writing as if nothing had changed: it has to end first.
+func TestUpgradeIsRefusedWhileAnOlderProcessRuns(t *testing.T) {
+	for kind, endings := range map[string][]string{"node": {".node", ".relay"}, "fold": {".fold"}} {
+		for _, ending := range endings {
+			path := newPath(t)
+			oldFile(t, path, kind, 1, true)
+			before, err := os.ReadFile(path)
+			if err != nil {
+				t.Fatal(err)
+			}
+			running, err := TakeLock(path+ending, "17@host")
+			if err != nil {
+				t.Fatal(err)
+			}
+			_, err = Open(t.Context(), path, kinds(path)[kind], Options{})
+			if !errors.Is(err, ErrLocked) || !strings.Contains(err.Error(), "older version") || !strings.Contains(err.Error(), ending+": locked by 17@host") {
+				t.Errorf("open while %s is held: %v", ending, err)
+			}
+			if after, err := os.ReadFile(path); err != nil || !bytes.Equal(before, after) || version(t, path) != 1 {
+				t.Errorf("touched while %s is held: %v", ending, err)
+			}
+			for _, other := range endings {
+				if other == ending {
+					continue
+				}
+				l, err := TakeLock(path+other, "me")
+				if err != nil {
+					t.Fatalf("%s is still held: %v", other, err)
+				}
+				if err := l.Release(); err != nil {
+					t.Error(err)
+				}
+			}
+			if err := running.Release(); err != nil {
+				t.Fatal(err)
+			}
+			s, err := Open(t.Context(), path, kinds(path)[kind], Options{})
+			if err != nil {
+				t.Fatal(err)
+			}
+			if running, err = TakeLock(path+ending, "me"); err != nil {
+				t.Fatalf("after the upgrade: %v", err)
+			}
+			second, err := Open(t.Context(), path, kinds(path)[kind], Options{}) // nothing is to be upgraded: locks mean nothing
+			if err != nil {
+				t.Fatal(err)
+			}
+			if err := errors.Join(second.Close(), s.Close(), running.Release()); err != nil {
+				t.Error(err)
+			}
+		}
+	}
+}
+
+// Nor does one begin while the file is being made anew. When the upgrade is in, the locks are free.
+func TestUpgradeKeepsProcessesOut(t *testing.T) {
+	path := newPath(t)
+	oldFile(t, path, "node", 1, true)
+	tried, statements := 0, upgradeSteps(t, "node")
+	n := 0
+	s, err := Open(t.Context(), path, kinds(path)["node"], Options{fault: func(point string) error {
+		if point != "upgrade" {
+			return nil
+		}
+		if n++; n <= 2 { // before it has the write lock
+			return nil
+		}
+		for _, ending := range []string{".node", ".relay"} {
+			l, err := TakeLock(path+ending, "me")
+			if free := n == statements; free != (err == nil) || err != nil && !errors.Is(err, ErrLocked) {
+				t.Errorf("statement %d of %d: lock %s: %v", n, statements, ending, err)
+			}
+			if err == nil {
+				if err := l.Release(); err != nil {
+					t.Error(err)
+				}
+			}
+			tried++
+		}
+		return nil
+	}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Close(); err != nil {
+		t.Error(err)
+	}
+	if tried < 10 {
+		t.Errorf("tried %d times", tried)
 	}
 }
 
