@@ -223,6 +223,14 @@ func (p process) serve(ctx context.Context, n cli.Node) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, node.close()) }()
+	for _, name := range slices.Sorted(maps.Keys(n.Routes)) {
+		switch {
+		case n.Routes[name].Node == node.id.Name:
+			return cli.Usagef("--route %s=%s names this node itself", name, node.id.Name)
+		case agents[name] != nil:
+			log.Info("an agent is hosted here; its route is for when it is not", "agent", name)
+		}
+	}
 	var events *foldStore // dev only
 	var sub *fold.Subscriber
 	if n.FoldDB != "" {

@@ -19,7 +19,8 @@ CREATE TABLE meta (
   steady_us   INTEGER NOT NULL,                       -- time at the machine's pace, whatever is done to the wall clock; began as clock_us
   skip_us     INTEGER NOT NULL DEFAULT 0,             -- steady time that no process saw pass, beyond a day at a time; windows do not count it
   commit_seq  INTEGER NOT NULL,                       -- set by every transaction; tells whether an unknown COMMIT is in
-  rewinds     INTEGER NOT NULL DEFAULT 0              -- moved by every rewind, and when a step in hand loses its input; the relay reads it before each write
+  rewinds     INTEGER NOT NULL DEFAULT 0,             -- moved by every rewind, and when a step in hand loses its input; the relay reads it before each write
+  max_record  INTEGER NOT NULL DEFAULT 262144         -- bytes of data that may leave in one record, as the node's last process was told
 ) STRICT;
 
 -- One row per process that writes: its last transaction. meta.commit_seq alone cannot tell one process's unknown

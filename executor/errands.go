@@ -13,6 +13,9 @@ import (
 // register notes which agents this process hosts and which routes it has, for every process that takes inputs. Runs that
 // waited for either are looked at again.
 func (e *Executor) register(ctx context.Context, tx *sqlite.Tx) error {
+	if _, _, err := tx.Exec(ctx, "UPDATE meta SET max_record = ? WHERE id = 1", e.o.MaxRecord); err != nil {
+		return fmt.Errorf("register limits: %w", err)
+	}
 	if _, _, err := tx.Exec(ctx, "UPDATE agent SET hosted = 0"); err != nil {
 		return fmt.Errorf("register agents: %w", err)
 	}

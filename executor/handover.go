@@ -27,6 +27,7 @@ const maxHops = 8
 type place struct {
 	node       string // the other node; "": here
 	bestEffort bool
+	limit      int // bytes of data that may go there
 }
 
 func (p place) here() bool { return p.node == "" }
@@ -55,16 +56,17 @@ func placeOf(ctx context.Context, tx *sqlite.Tx, a arrival) (place, error) {
 // routeOf is placeOf without a look at what waits.
 func routeOf(ctx context.Context, tx *sqlite.Tx, a arrival) (place, error) {
 	var own, node string
+	var limit int
 	var known, hosted, bestEffort, began bool
-	err := tx.Get(ctx, `SELECT m.node, g.name IS NOT NULL, COALESCE(g.hosted, 0), COALESCE(t.node, ''), COALESCE(t.best_effort, 0)
+	err := tx.Get(ctx, `SELECT m.node, m.max_record, g.name IS NOT NULL, COALESCE(g.hosted, 0), COALESCE(t.node, ''), COALESCE(t.best_effort, 0)
 		FROM meta m LEFT JOIN agent g ON g.name = ?1 LEFT JOIN route t ON t.agent = ?1 WHERE m.id = 1`, []any{a.agent},
-		&own, &known, &hosted, &node, &bestEffort)
+		&own, &limit, &known, &hosted, &node, &bestEffort)
 	if err != nil {
 		return place{}, fmt.Errorf("look up agent %s: %w", a.agent, err)
 	}
 	switch {
 	case a.node != "" && a.node != own:
-		return place{node: a.node}, nil
+		return place{node: a.node, limit: limit}, nil
 	case hosted:
 		return place{}, nil
 	case node == "" || node == own:
@@ -81,7 +83,7 @@ func routeOf(ctx context.Context, tx *sqlite.Tx, a arrival) (place, error) {
 	if began {
 		return place{}, nil
 	}
-	return place{node, bestEffort}, nil
+	return place{node, bestEffort, limit}, nil
 }
 
 // command is the one form in which an input leaves this node, on every path.
@@ -148,11 +150,11 @@ func (e *Executor) passOn(ctx context.Context) (more bool, err error) {
 		return false, err
 	}
 	w := outboxWay{e.o.Notify}
-	err = handOver(ctx, e.store, w, rows, e.o.MaxRecord)
+	err = handOver(ctx, e.store, w, rows)
 	if sqlite.IsConstraint(err) { // one that the database refuses must not hold up the others
 		err = nil
 		for i := 0; i < len(rows) && err == nil; i++ {
-			if err = handOver(ctx, e.store, w, rows[i:i+1], e.o.MaxRecord); sqlite.IsConstraint(err) {
+			if err = handOver(ctx, e.store, w, rows[i:i+1]); sqlite.IsConstraint(err) {
 				reason := "cannot be passed on: " + err.Error()
 				err = e.store.Write(ctx, func(ctx context.Context, tx *sqlite.Tx) error { return bury(ctx, tx, rows[i], reason) })
 			}
@@ -166,11 +168,11 @@ func (e *Executor) passOn(ctx context.Context) (more bool, err error) {
 
 // handOver passes inputs on by a way: store, retire, send by a durable one, the first two in one transaction, and send,
 // retire by any other. What belongs here, since its agent is back, is given to its run.
-func handOver(ctx context.Context, store *sqlite.Store, w way, rows []int64, maxRecord int) error {
+func handOver(ctx context.Context, store *sqlite.Store, w way, rows []int64) error {
 	d, stored := w.(durable)
 	if !stored {
 		for _, row := range rows {
-			if err := sendThenRetire(ctx, store, w, row, maxRecord); err != nil {
+			if err := sendThenRetire(ctx, store, w, row); err != nil {
 				return err
 			}
 		}
@@ -180,7 +182,7 @@ func handOver(ctx context.Context, store *sqlite.Store, w way, rows []int64, max
 	err := store.Write(ctx, func(ctx context.Context, tx *sqlite.Tx) error {
 		sent = sent[:0]
 		for _, row := range rows {
-			s, r, err := leaving(ctx, tx, row, false, maxRecord)
+			s, r, err := leaving(ctx, tx, row, false)
 			if err != nil {
 				return err
 			}
@@ -208,11 +210,11 @@ func handOver(ctx context.Context, store *sqlite.Store, w way, rows []int64, max
 	return nil
 }
 
-func sendThenRetire(ctx context.Context, store *sqlite.Store, w way, row int64, maxRecord int) error {
+func sendThenRetire(ctx context.Context, store *sqlite.Store, w way, row int64) error {
 	var s *stray
 	var r *record.Record
 	err := store.Write(ctx, func(ctx context.Context, tx *sqlite.Tx) (err error) {
-		s, r, err = leaving(ctx, tx, row, true, maxRecord)
+		s, r, err = leaving(ctx, tx, row, true)
 		return err
 	})
 	if err != nil || r == nil {
@@ -239,7 +241,7 @@ func sendThenRetire(ctx context.Context, store *sqlite.Store, w way, row int64, 
 
 // leaving decides what becomes of a stray: the command that it leaves as, or nil when it does not leave by this way,
 // with all that comes of it done: it was given to its run, is a dead letter, or waits for somebody to know its agent.
-func leaving(ctx context.Context, tx *sqlite.Tx, row int64, bestEffort bool, maxRecord int) (*stray, *record.Record, error) {
+func leaving(ctx context.Context, tx *sqlite.Tx, row int64, bestEffort bool) (*stray, *record.Record, error) {
 	s, err := strayAt(ctx, tx, row)
 	if err != nil || s == nil {
 		return nil, nil, err
@@ -260,12 +262,17 @@ func leaving(ctx context.Context, tx *sqlite.Tx, row int64, bestEffort bool, max
 		return nil, nil, nil // the other way's
 	case s.hops >= maxHops:
 		return nil, nil, bury(ctx, tx, row, fmt.Sprintf("was handed over %d times; the routes of the nodes go round in a circle", s.hops))
-	case len(s.data) > maxRecord:
-		return nil, nil, bury(ctx, tx, row, fmt.Sprintf("has %d bytes of data; at most %d can be handed over", len(s.data), maxRecord))
+	case len(s.data) > to.limit:
+		return nil, nil, bury(ctx, tx, row, tooLarge(s.arrival, to).Error())
 	}
 	r := command(s.arrival, to.node, tx.NowUS)
 	r.Key.Tenant = s.tenant
 	return s, &r, nil
+}
+
+// tooLarge says why an input cannot leave for another node.
+func tooLarge(a arrival, to place) error {
+	return fmt.Errorf("has %d bytes; at most %d (--max-record) go to another node", len(a.data), to.limit)
 }
 
 // adopt gives a stray to its run here.
@@ -358,7 +365,7 @@ func (f *Forwarder) Forward(ctx context.Context, send func(ctx context.Context, 
 		return err
 	}}
 	for len(rows) > 0 && err == nil {
-		err = handOver(ctx, f.store, w, rows[:1], maxInput)
+		err = handOver(ctx, f.store, w, rows[:1])
 		rows = rows[1:]
 	}
 	return n, err

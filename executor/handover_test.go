@@ -222,14 +222,14 @@ func TestHandOverOrder(t *testing.T) {
 	}
 	t.Run("plain", func(t *testing.T) {
 		n, tp, rows := begin(t)
-		if err := handOver(t.Context(), n.store, outboxWay{func() { tp.list = append(tp.list, "send") }}, rows[:1], 1000); err != nil {
+		if err := handOver(t.Context(), n.store, outboxWay{func() { tp.list = append(tp.list, "send") }}, rows[:1]); err != nil {
 			t.Fatal(err)
 		}
 		n.want("order", tp.list, []string{"store", "retire", "send"})
 	})
 	t.Run("best effort", func(t *testing.T) {
 		n, tp, rows := begin(t)
-		if err := handOver(t.Context(), n.store, sends{tp}, rows[1:], 1000); err != nil {
+		if err := handOver(t.Context(), n.store, sends{tp}, rows[1:]); err != nil {
 			t.Fatal(err)
 		}
 		n.want("order", tp.list, []string{"send", "retire"})
@@ -237,7 +237,7 @@ func TestHandOverOrder(t *testing.T) {
 	})
 	t.Run("neither takes the other's", func(t *testing.T) {
 		n, tp, rows := begin(t)
-		if err := errors.Join(handOver(t.Context(), n.store, outboxWay{func() {}}, rows[1:], 1000), handOver(t.Context(), n.store, sends{tp}, rows[:1], 1000)); err != nil {
+		if err := errors.Join(handOver(t.Context(), n.store, outboxWay{func() {}}, rows[1:]), handOver(t.Context(), n.store, sends{tp}, rows[:1])); err != nil {
 			t.Fatal(err)
 		}
 		n.want("order", tp.list, nil)
@@ -309,11 +309,17 @@ func TestWhatCannotTravelIsADeadLetter(t *testing.T) {
 	late := fromNode("n3", 1, 1, "a", "r", "late", "{}", 1)
 	late.Expires = time.Now().Add(-time.Minute).UnixMicro()
 	n.receive(late)
-	n.send("a", "r", "large", `"`+strings.Repeat("x", 99)+`"`)
+	large := `"` + strings.Repeat("x", 99) + `"`
+	var field *FieldError
+	if _, err := n.trySend("a", "r", "large", large); !errors.As(err, &field) || field.Field != "data" || !strings.Contains(err.Error(), "at most 100 (--max-record) go to another node") {
+		t.Errorf("a large one: %v", err)
+	}
+	n.receive(foreign("a", "r", "large", large))
 	n.send("a", "r", "fits", `"`+strings.Repeat("x", 98)+`"`)
+	n.exec("UPDATE inbox SET data = CAST(? AS BLOB) WHERE input_id = 'fits'", large) // as if the limit had been another
 	n.settle()
-	n.want("inbox", n.inbox(), []string{"late dead nowhere: expired before it was handed over", "large dead nowhere: has 101 bytes of data; at most 100 can be handed over",
-		"fits handed-over nowhere: to node n2"})
+	n.want("inbox", n.inbox(), []string{"late dead nowhere: expired before it was handed over", "large dead nowhere: invalid data: has 101 bytes; at most 100 (--max-record) go to another node",
+		"fits dead nowhere: has 101 bytes; at most 100 (--max-record) go to another node"})
 }
 
 // A fault before any statement leaves the input in the inbox or in the outbox, never in both and never in none.
@@ -430,6 +436,17 @@ func TestRewindWithholdsWhatWasHandedOver(t *testing.T) {
 			}
 		})
 	}
+}
+
+// A session that ends between the PUBACK and the retiring does not have it sent twice.
+func TestSentIsRetiredWhenTheSessionEnds(t *testing.T) {
+	n := newNode(t, map[string]agent.Agent{}, routed("b=n2,best-effort"))
+	n.send("b", "r", "x", "{}")
+	ctx, cancel := context.WithCancel(t.Context())
+	if _, err := NewForwarder(n.store, sqlite.Node{Name: "n1"}).Forward(ctx, func(context.Context, *record.Record) error { cancel(); return nil }); err != nil && !errors.Is(err, context.Canceled) {
+		t.Fatal(err)
+	}
+	n.want("inbox", n.inbox(), []string{"x handed-over nowhere: to node n2"})
 }
 
 // What belongs to nobody any more waits, and does not keep others from going.
@@ -653,14 +670,22 @@ func TestInputsComeBehindStrays(t *testing.T) {
 	for i := range 3 {
 		n.send("a", "r", fmt.Sprint("x", i), "{}")
 	}
+	if _, err := Submit(t.Context(), n.store, Input{Tenant: "d", Agent: "a", Run: "q", ID: "timer", Type: "t", Data: []byte("{}"), Source: "cli", In: time.Hour}); err != nil {
+		t.Fatal(err)
+	}
 	n.restart(t, one(scripted), quick)
 	n.send("a", "r", "late", "{}")
+	n.send("a", "q", "now", "{}") // not behind what is due later
+	if got := n.value("SELECT group_concat(name) FROM run"); got != "q" {
+		t.Errorf("runs %s have something to do before what waited is given to them", got)
+	}
 	n.send("a", "s", "1", `{"commands": [{"run": "r", "type": "t", "id": "later", "data": {}}]}`)
 	if out := n.send("a", "r", "late", "{}"); !out.Duplicate {
 		t.Error("it is not known")
 	}
 	n.settle()
 	n.want("steps", n.stepInputs("r"), []string{"x0", "x1", "x2", "late", "pr:n1/d/s/later"})
+	n.want("steps of the other", n.stepInputs("q"), []string{"now"})
 }
 
 // A command of a step does not overtake inputs that are about to leave for the same run.

@@ -235,6 +235,32 @@ func TestFindInputThatWasHandedOver(t *testing.T) {
 	}
 }
 
+// After an unclean end, what waits for its turn alone is not in hand.
+func TestInputsThatWaitForATurnAreNotRunning(t *testing.T) {
+	n := newNode(t, one(scripted), quick)
+	n.send("a", "r", "x", "{}")
+	n.inHand(t)
+	n.exec("UPDATE run SET claim_alone = 0") // others were in hand too
+	state := func() string {
+		in, err := FindInput(t.Context(), n.store, "d", "r", "x")
+		if err != nil {
+			t.Fatal(err)
+		}
+		return in.State
+	}
+	if got := state(); got != InputRunning {
+		t.Errorf("in hand it is %s", got)
+	}
+	n.restart(t, one(scripted), quick)
+	if got := state(); got != InputPending || n.show("r").Status != "ready" {
+		t.Errorf("while it waits for its turn it is %s, its run %s", got, n.show("r").Status)
+	}
+	n.settle()
+	if got := state(); got != InputConsumed {
+		t.Errorf("after its turn it is %s", got)
+	}
+}
+
 // An input without a run is shown to be elsewhere only if it will leave: not when its run has steps here, or others that
 // go before it.
 func TestInputsSayWhereAStrayGoes(t *testing.T) {

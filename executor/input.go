@@ -220,7 +220,7 @@ func (a *arrival) hash() []byte {
 // accept stores an input where it belongs: at its run, which is made when this is its first input, or, for another node,
 // without a run, until it is due and handed over. An explicit id that was stored before changes nothing: duplicate when
 // the content agrees, ErrConflict otherwise. An id counts as seen only with its input. Errors: ErrNotFound (nobody knows
-// the agent), ErrConflict.
+// the agent), ErrConflict, ErrInvalid (too large to leave).
 func accept(ctx context.Context, tx *sqlite.Tx, a arrival) (row int64, duplicate bool, err error) {
 	to, err := placeOf(ctx, tx, a)
 	if err != nil {
@@ -228,6 +228,9 @@ func accept(ctx context.Context, tx *sqlite.Tx, a arrival) (row int64, duplicate
 	}
 	if to.here() {
 		return enqueue(ctx, tx, a)
+	}
+	if len(a.data) > to.limit {
+		return 0, false, &FieldError{"data", tooLarge(a, to)}
 	}
 	if fresh, err := lookUp(ctx, tx, a); err != nil || !fresh {
 		return 0, err == nil, err

@@ -44,7 +44,7 @@ func (r *Refusal) Unwrap() error { return ErrConflict }
 const operatorBatch = 200
 
 // Requeue gives dead letters to their runs again: under the same id, at the same place in the order, with attempts from 0.
-// One that expired does not expire again: an operator wants it. Rows are requeued all or none; of Run and All, some at a
+// One that expired does not expire again, and one that was handed over too often may be once more: an operator wants it. Rows are requeued all or none; of Run and All, some at a
 // time, and those that cannot be are left. Errors: ErrInvalid, ErrNotFound, ErrConflict (it is not dead or not well-formed,
 // its run is over or another agent's, or its id belongs to another input by now).
 func Requeue(ctx context.Context, store *sqlite.Store, which Selection, reason string) ([]Handled, error) {
@@ -241,6 +241,9 @@ func requeue(ctx context.Context, tx *sqlite.Tx, tenant string, row int64, reaso
 		}
 		if to.here() {
 			k.runID, err = openRun(ctx, tx, k.arrival)
+			if stray, serr := straysBefore(ctx, tx, k.arrival); err == nil && (stray || serr != nil) {
+				k.runID, err = 0, serr // it goes the same way as those before it
+			}
 		}
 		if errors.Is(err, ErrConflict) {
 			return refuse("reopen", "cannot be requeued: %s", strings.TrimPrefix(err.Error(), ErrConflict.Error()+": "))
@@ -253,9 +256,12 @@ func requeue(ctx context.Context, tx *sqlite.Tx, tenant string, row int64, reaso
 	case k.runStatus == "done" || k.runStatus == "failed":
 		return refuse("reopen", "cannot be requeued: run %s is %s and takes no input", k.run, k.runStatus)
 	}
+	// Whoever asks for it has mended the routes that went round in a circle. From 0 its hops must not count again: a node that
+	// passed it on takes it for the same one unless it comes with more of them.
+	k.hops = min(k.hops, maxHops-1)
 	h.NoExpiry = k.expires != 0 && k.expires <= tx.SteadyUS
 	_, _, err = tx.Exec(ctx, `UPDATE inbox SET run = ?2, ended_us = NULL, outcome = NULL, reason = NULL, attempts = 0, next_us = NULL, last_error = NULL,
-		expires_us = iif(expires_us <= ?3, NULL, expires_us) WHERE id = ?1`, row, optionalUS(k.runID), tx.SteadyUS)
+		expires_us = iif(expires_us <= ?3, NULL, expires_us), hops = ?4 WHERE id = ?1`, row, optionalUS(k.runID), tx.SteadyUS, k.hops)
 	if err != nil {
 		return h, fmt.Errorf("requeue input %d: %w", row, err)
 	}

@@ -271,6 +271,150 @@ func TestRequeueOfAnInputWithoutARunMakesIt(t *testing.T) {
 	}
 }
 
+// Routes in a circle end an input as a dead letter. Once one of them is mended, it is handed over, and the node that passed
+// it on before takes it.
+func TestRequeueAfterACircleIsMended(t *testing.T) {
+	other := newNode(t, one(scripted), routed("b=n2")) // each is n1, and calls the other one n2
+	other.receive(fromNode("n2", 1, 1, "b", "r", "x", "{}", maxHops-1))
+	other.settle()
+	other.want("of the other node", other.commands(), []string{"~node 1: b@n2 r x {} hops 8"})
+
+	n := newNode(t, one(scripted), routed("b=n2"))
+	n.receive(fromNode("n2", 1, 1, "b", "r", "x", "{}", maxHops))
+	n.settle()
+	n.want("inbox", n.inbox(), []string{"x dead nowhere: was handed over 8 times; the routes of the nodes go round in a circle"})
+	n.requeue(n.row("r", "x"))
+	n.settle()
+	n.want("inbox", n.inbox(), []string{"x handed-over nowhere: to node n2"})
+	n.want("commands", n.commands(), []string{"~node 1: b@n2 r x {} hops 8"})
+
+	other.restart(t, map[string]agent.Agent{"b": agent.Func(scripted)}, quick)
+	if out := other.receive(fromNode("n2", 2, 1, "b", "r", "x", "{}", maxHops)); out[0] != record.Stored {
+		t.Errorf("the mended node says it is %s", out)
+	}
+	other.settle()
+	other.mustBe("r", "idle", "1")
+}
+
+// One without a run overtakes no others that are not at their run yet.
+func TestRequeueGoesBehindStrays(t *testing.T) {
+	n := newNode(t, one(scripted), quick)
+	for i, outcome := range []any{"dead", nil, "dead"} {
+		n.exec(`INSERT INTO inbox (tenant, run_name, agent, input_id, type, source, arrived_us, due_us, ended_us, outcome, reason, data)
+			VALUES ('d', ?1, 'a', ?2, 't', 'cli', 1, ?3, iif(?4 IS NULL, NULL, 1), ?4, iif(?4 IS NULL, NULL, 'x'), x'7b7d')`,
+			[]string{"other", "r", "r"}[i], fmt.Sprint(i), i+1, outcome)
+	}
+	n.requeue(1, 3)
+	n.want("inbox", n.inbox(), []string{"0 pending here", "1 pending nowhere", "2 pending nowhere"})
+	n.settle()
+	if got := strings.Join(append(n.stepInputs("r"), n.stepInputs("other")...), " "); got != "1 2 0" {
+		t.Errorf("inputs came as %s", got)
+	}
+}
+
+// Without its memory, an id may come again, and stand for another input even if that says the same.
+func TestRequeueCountsAnIDOnce(t *testing.T) {
+	m := moody{"x": agent.Terminal}
+	n := moodyNode(t, m, quick)
+	n.send("a", "r", "x", "{}")
+	n.settle()
+	clear(m)
+	n.exec("DELETE FROM seen") // the window passed
+	n.send("a", "r", "x", "{}")
+	n.settle()
+	_, err := Requeue(t.Context(), n.store, Selection{Tenant: "d", Rows: []int64{1}}, "")
+	if !errors.Is(err, ErrConflict) || !strings.Contains(err.Error(), "belongs to another input") {
+		t.Errorf("requeue: %v", err)
+	}
+	n.settle()
+	if got := strings.Join(n.stepInputs("r"), " "); got != "x" {
+		t.Errorf("steps took %s", got)
+	}
+}
+
+// inQueue is a context that says when the writer has what was submitted with it.
+type inQueue struct {
+	context.Context
+	asked atomic.Int64
+	yes   chan struct{}
+}
+
+func (q *inQueue) Done() <-chan struct{} {
+	if q.asked.Add(1) == 2 { // before it is in the queue, and when it is
+		close(q.yes)
+	}
+	return q.Context.Done()
+}
+
+// A unit runs again when a neighbour in its group fails. What it answers is of its last time.
+func TestOperatorsAreAnsweredOnceBesideAFailingNeighbour(t *testing.T) {
+	m := moody{"1": agent.Terminal, "2": agent.Terminal}
+	n := moodyNode(t, m, quick)
+	n.send("a", "r", "1", "{}")
+	n.send("a", "r", "2", "{}")
+	n.settle()
+	requeued := 0
+	n.before = func(query string) error { // only the writer calls it
+		if strings.HasPrefix(query, "UPDATE inbox SET run = ?2") {
+			requeued++
+		}
+		return nil
+	}
+	holds, free := make(chan struct{}), make(chan struct{})
+	broken, done := errors.New("broken"), make(chan error, 2)
+	go func() {
+		done <- n.store.Write(context.Background(), func(context.Context, *sqlite.Tx) error { close(holds); <-free; return nil })
+	}()
+	receive(t, "the writer is held", holds)
+	var list []Handled
+	requeue := &inQueue{Context: context.Background(), yes: make(chan struct{})}
+	neighbour := &inQueue{Context: context.Background(), yes: make(chan struct{})}
+	answer := make(chan error, 1)
+	go func() {
+		var err error
+		list, err = Requeue(requeue, n.store, Selection{Tenant: "d", Rows: []int64{n.row("r", "1"), n.row("r", "2")}}, "")
+		answer <- err
+	}()
+	receive(t, "the requeue is in the queue", requeue.yes)
+	go func() {
+		done <- n.store.Write(neighbour, func(context.Context, *sqlite.Tx) error { return broken })
+	}()
+	receive(t, "its neighbour is in the queue", neighbour.yes)
+	close(free)
+	if err := receive(t, "the requeue is answered", answer); err != nil || len(list) != 2 || list[0].ID != "1" || list[1].ID != "2" {
+		t.Errorf("%+v, %v", list, err)
+	}
+	if err := errors.Join(receive(t, "the first unit", done), receive(t, "the neighbour", done)); !errors.Is(err, broken) {
+		t.Errorf("the neighbour says %v", err)
+	}
+	if requeued != 4 {
+		t.Errorf("%d inputs were requeued, want 2, twice", requeued)
+	}
+	n.audited(t, fmt.Sprintf("requeue d/r input %d 1 ", n.row("r", "1")), fmt.Sprintf("requeue d/r input %d 2 ", n.row("r", "2")))
+}
+
+// Dead letters of all tenants are handled in batches too, each of them once: by tenant, then in order of arrival.
+func TestDeadLettersOfAllTenantsAreHandledOnce(t *testing.T) {
+	n := newNode(t, one(scripted), quick)
+	const many = 2*operatorBatch + 50
+	for i := range many {
+		n.exec(`INSERT INTO inbox (tenant, run_name, agent, input_id, type, source, arrived_us, due_us, ended_us, outcome, reason, data)
+			VALUES (?, 'r', 'a', ?, 't', 'cli', 1, 1, 1, 'dead', 'x', x'7b7d')`, []string{"e", "d", "f"}[i%3], fmt.Sprint(i))
+	}
+	list, err := Drop(t.Context(), n.store, Selection{All: true}, "")
+	if err != nil || len(list) != many {
+		t.Fatalf("%d dropped, %v", len(list), err)
+	}
+	for i, h := range list[1:] {
+		if before := list[i]; h.Tenant < before.Tenant || h.Tenant == before.Tenant && h.Row <= before.Row {
+			t.Fatalf("%+v behind %+v", h, before)
+		}
+	}
+	if got := n.value("SELECT count(*) FROM inbox WHERE outcome = 'dead'"); got != "0" {
+		t.Errorf("%s are left", got)
+	}
+}
+
 // An input that comes before the one its run waits to try again does not take over that one's attempts.
 func TestRequeueBeforeAnInputThatIsTriedAgain(t *testing.T) {
 	m := moody{"1": agent.Terminal, "2": agent.Retryable}

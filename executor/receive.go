@@ -91,7 +91,7 @@ func takeIn(ctx context.Context, tx *sqlite.Tx, in *record.Inbound) (record.Outc
 	switch {
 	case errors.Is(err, ErrConflict):
 		return record.Conflict, deadLetter(ctx, tx, a, err.Error())
-	case errors.Is(err, ErrNotFound):
+	case errors.Is(err, ErrNotFound), errors.Is(err, ErrInvalid):
 		return record.DeadInput, deadLetter(ctx, tx, a, err.Error())
 	case err != nil:
 		return "", err

@@ -327,7 +327,7 @@ func deliverRouted(ctx context.Context, tx *sqlite.Tx, a arrival, records []reco
 	if err == nil {
 		_, _, err = accept(ctx, tx, a)
 	}
-	if errors.Is(err, ErrConflict) || errors.Is(err, ErrNotFound) {
+	if errors.Is(err, ErrConflict) || errors.Is(err, ErrNotFound) || errors.Is(err, ErrInvalid) {
 		err = deadLetter(ctx, tx, a, err.Error())
 	}
 	return records, err

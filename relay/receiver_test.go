@@ -237,10 +237,11 @@ func TestSessionIsKept(t *testing.T) {
 
 	proxy.Refuse(true)
 	proxy.Cut()
-	awaitTrouble(t, v, "not subscribed since")
+	awaitTrouble(t, v, "refused")      // an outage with attempts to connect in it
 	send(nodeTopic, payloads[:100]...) // while the connection is away
 	proxy.Refuse(false)
 	d.await(t, want[:100]...)
+	awaitUp(t, v)
 	if n := proxy.Counts().Subscribes; n != 1 {
 		t.Errorf("%d SUBSCRIBEs of one process whose session was kept", n)
 	}

@@ -131,7 +131,7 @@ input, on every node; CAUSATION is the input, or BRANCH/STEP the step, that some
 				if err := a.blank(); err != nil {
 					return err
 				}
-				return a.table([]string{"STEP", "", "LSN", "KIND", "TYPE", "ID", "FROM OR TO", "STATE", "CORRELATION", "CAUSATION"}, chainRows(links))
+				return a.table([]string{"STEP", "IN OR TO", "LSN", "KIND", "TYPE", "ID", "FROM OR TO", "STATE", "CORRELATION", "CAUSATION"}, chainRows(links))
 			})
 		},
 	}

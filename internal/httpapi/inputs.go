@@ -330,17 +330,16 @@ func parameters(query string, in *executor.Input) *problem {
 		}
 	}
 	if values.Has("at") {
-		at, err := time.Parse(time.RFC3339Nano, values.Get("at"))
-		if err != nil {
-			return badField("at", "is not a time such as 2026-01-31T12:00:00Z (a + is %s in a query)", "%2B")
+		given, plus := values.Get("at"), ""
+		if strings.Contains(given, " ") {
+			plus = " (a + is %2B in a query)"
 		}
-		if y := at.UTC().Year(); y < 1970 || y > 9999 {
-			return badField("at", "%d is not a year from 1970 to 9999", y)
+		if in.AtUS, err = executor.ParseTime(given); err != nil {
+			return badField("at", "%s%s", err, plus)
 		}
 		if values.Has("in") {
 			return badField("at", "in and at exclude each other")
 		}
-		in.AtUS = at.UnixMicro()
 	}
 	return nil
 }
@@ -373,7 +372,8 @@ func traceparent(h http.Header) string {
 func isHex(s string) bool { return strings.Trim(s, "0123456789abcdef") == "" }
 
 // seenInput is an input as the API shows it, with the names that `inbox ls -o json` has: where it stands, and not what it
-// says. Times are RFC 3339 in UTC with microseconds, null for none.
+// says. Times are RFC 3339 in UTC with microseconds, null for none. Reason and LastError may quote an agent's stderr or
+// state: they are for who has a token.
 type seenInput struct {
 	Tenant      string  `json:"tenant"`
 	Run         string  `json:"run"`
@@ -383,9 +383,9 @@ type seenInput struct {
 	Type        string  `json:"type"`
 	Source      string  `json:"source"`
 	State       string  `json:"state"`
-	Reason      string  `json:"reason"`
+	Reason      *string `json:"reason,omitempty"`
 	Attempts    int64   `json:"attempts"`
-	LastError   string  `json:"last_error"`
+	LastError   *string `json:"last_error,omitempty"`
 	NextTryAt   *string `json:"next_try_at"`
 	ArrivedAt   *string `json:"arrived_at"`
 	DueAt       *string `json:"due_at"`
@@ -419,12 +419,16 @@ func (i *inputs) get(w http.ResponseWriter, r *http.Request, t target) *problem 
 	if name, node, _ := strings.Cut(t.agent, "@"); in.Agent != name || node != "" && in.Node != "" && in.Node != node {
 		return problemOf(fmt.Errorf("%w: agent %s has no such input", executor.ErrNotFound, cut(t.agent)))
 	}
-	writeJSON(w, http.StatusOK, "application/json", seenInput{
+	out := seenInput{
 		Tenant: in.Tenant, Run: in.Run, Agent: in.Agent, Node: in.Node, ID: in.ID, Type: in.Type, Source: in.Source, State: in.State,
-		Reason: in.Reason, Attempts: in.Attempts, LastError: in.LastError, NextTryAt: stamp(in.NextUS), ArrivedAt: stamp(in.ArrivedUS),
+		Attempts: in.Attempts, NextTryAt: stamp(in.NextUS), ArrivedAt: stamp(in.ArrivedUS),
 		DueAt: stamp(in.DueUS), ExpiresAt: stamp(in.ExpiresUS), EndedAt: stamp(in.EndedUS), Branch: in.Branch, Step: in.Step, Hops: in.Hops,
 		Correlation: in.Correlation, Causation: in.Causation, Traceparent: in.Trace,
-	})
+	}
+	if i.Token != nil {
+		out.Reason, out.LastError = &in.Reason, &in.LastError
+	}
+	writeJSON(w, http.StatusOK, "application/json", out)
 	return nil
 }
 

@@ -4,6 +4,7 @@ import (
 	"bufio"
 	"bytes"
 	"context"
+	"crypto/sha256"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -216,6 +217,7 @@ func TestEveryAnswer(t *testing.T) {
 		{"negative", request{path: run1 + "?in=-5m", body: `1`}, 400, "in", "negative"},
 		{"no time", request{path: run1 + "?at=tomorrow", body: `1`}, 400, "at", "2026-01-31T12:00:00Z"},
 		{"plus that is a space", request{path: run1 + "?at=2030-01-31T12:00:00+01:00", body: `1`}, 400, "at", "%2B"},
+		{"number for a time", request{path: run1 + "?at=1796058084173", body: `1`}, 400, "at", "looks like the milliseconds from 1970 to 2026-"},
 		{"early year", request{path: run1 + "?at=1969-01-31T12:00:00Z", body: `1`}, 400, "at", "1970 to 9999"},
 		{"late year by its zone", request{path: run1 + "?at=9999-12-31T23:59:59-01:00", body: `1`}, 400, "at", "1970 to 9999"},
 		{"in and at", request{path: run1 + "?in=5m&at=2030-01-31T12:00:00Z", body: `1`}, 400, "at", "exclude each other"},
@@ -487,6 +489,42 @@ func TestAnyIDHasAPath(t *testing.T) {
 			if err := json.Unmarshal([]byte(body), &got); err != nil || code != 200 || got.ID != id {
 				t.Errorf("%q by %s: %d %s", id, path, code, body)
 			}
+		}
+	}
+}
+
+// What an agent wrote on its stderr, or its state, may be in the reason of a failure. Who reaches the address without a token
+// is not told.
+func TestReasonsAreForWhoHasAToken(t *testing.T) {
+	node := newNode(t)
+	var token Token
+	token.sum = sha256.Sum256([]byte("0123456789abcdef"))
+	for _, c := range []struct {
+		in     Inputs
+		header http.Header
+		told   bool
+	}{{Inputs{Node: node}, nil, false}, {Inputs{Node: node, Token: &token}, head("Authorization", "Bearer 0123456789abcdef"), true}} {
+		addr := take(t, c.in, nil)
+		code, body, header := request{body: `1`, header: c.header}.send(t, addr)
+		if code != 202 {
+			t.Fatalf("%d %s", code, body)
+		}
+		look := func() string {
+			t.Helper()
+			code, body, _ := request{method: "GET", path: header.Get("Location"), header: c.header}.send(t, addr)
+			if code != 200 {
+				t.Fatalf("%d %s", code, body)
+			}
+			return body
+		}
+		if body := look(); strings.Contains(body, `"reason":"",`) != c.told || strings.Contains(body, `"last_error":"",`) != c.told {
+			t.Errorf("told %t: %s", c.told, body)
+		}
+		write(t, node.Store, "UPDATE inbox SET ended_us = 1, outcome = 'dead', reason = 'agent a: password in clear', last_error = 'stderr: key' WHERE outcome IS NULL")
+		body = look()
+		if !strings.Contains(body, `"state":"dead"`) || strings.Contains(body, "password") != c.told || strings.Contains(body, "stderr") != c.told ||
+			strings.Contains(body, "reason") != c.told || strings.Contains(body, "last_error") != c.told {
+			t.Errorf("told %t: %s", c.told, body)
 		}
 	}
 }
