@@ -218,18 +218,16 @@ func (p process) serve(ctx context.Context, n cli.Node) (err error) {
 	if err := checkBroker(n.Broker, n.NoRelay); err != nil {
 		return err
 	}
+	if err := checkRoutes(n, cmp.Or(n.Name, n.NewName)); err != nil {
+		return err // before a database is made
+	}
 	node, err := openNode(ctx, n, log, web.metrics)
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, node.close()) }()
-	for _, name := range slices.Sorted(maps.Keys(n.Routes)) {
-		switch {
-		case n.Routes[name].Node == node.id.Name:
-			return cli.Usagef("--route %s=%s names this node itself", name, node.id.Name)
-		case agents[name] != nil:
-			log.Info("an agent is hosted here; its route is for when it is not", "agent", name)
-		}
+	if err := checkRoutes(n, node.id.Name); err != nil {
+		return err
 	}
 	var events *foldStore // dev only
 	var sub *fold.Subscriber
@@ -633,6 +631,16 @@ func canonical(path string) string {
 		return filepath.Join(dir, filepath.Base(path))
 	}
 	return path
+}
+
+// checkRoutes refuses a route that leads to the node it is given to.
+func checkRoutes(n cli.Node, node string) error {
+	for _, agent := range slices.Sorted(maps.Keys(n.Routes)) {
+		if n.Routes[agent].Node == node {
+			return cli.Usagef("--route %s=%s names this node itself", agent, node)
+		}
+	}
+	return nil
 }
 
 // checkBroker refuses an address that no session could ever be had with.

@@ -23,14 +23,13 @@ const (
 	InputConsumed  = "consumed"
 	InputCancelled = "cancelled" // by the agent that sent it
 	InputDead      = "dead"
-	InputWithdrawn = "withdrawn" // by a rewind
 	InputHanded    = handedOver
 	InputDropped   = "dropped" // by an operator
 )
 
 // InputStates are all states of an input; the first LiveStates of them are those that are not over.
 var InputStates = []string{InputWaiting, InputPending, InputRunning, InputPaused, InputUnhosted, InputElsewhere,
-	InputConsumed, InputCancelled, InputDead, InputWithdrawn, InputHanded, InputDropped}
+	InputConsumed, InputCancelled, InputDead, InputHanded, InputDropped}
 
 // toNode begins the reason of an input that was handed over; the node follows.
 const toNode = "to node "
@@ -55,14 +54,16 @@ type InputInfo struct {
 	EndedUS                       int64 // 0: not over, consumed or cancelled
 	Correlation, Causation, Trace string
 	Data                          []byte // as it came; nil unless asked for
+	RunStatus                     string // run.status; "": there is no such run here
 }
 
 // inputQuery reads inputs with what became of them; ?1 is steady time, ?2 asks for data. The part after it chooses rows i.
 const inputQuery = `SELECT i.id, i.tenant, i.run_name, i.agent, COALESCE(i.node, t.node, ''), i.input_id, i.type, i.source, ` + inputState + `,
 	i.arrived_us, i.due_us, COALESCE(i.next_us, 0), COALESCE(i.expires_us, 0), iif(r.claim_input = i.id, max(r.attempts, i.attempts), i.attempts), i.hops,
 	COALESCE(i.last_error, ''), COALESCE(i.reason, ''), COALESCE(b.ulid, ''), COALESCE(i.consumed_step, i.cancelled_step, 0), COALESCE(i.ended_us, 0),
-	COALESCE(i.correlation, ''), COALESCE(i.causation, ''), COALESCE(i.trace, ''), iif(?2, i.data, NULL), COALESCE(r.status, ''), COALESCE(r.claim_input, 0)
-	FROM inbox i LEFT JOIN branch b ON b.id = COALESCE(i.consumed_branch, i.cancelled_branch)` + inputJoins
+	COALESCE(i.correlation, ''), COALESCE(i.causation, ''), COALESCE(i.trace, ''), iif(?2, i.data, NULL), COALESCE(r.status, ''), COALESCE(r.claim_input, 0),
+	iif(t.best_effort, COALESCE(l.last_error, ''), ''), iif(t.best_effort, COALESCE(l.next_us, 0), 0)
+	FROM inbox i LEFT JOIN branch b ON b.id = COALESCE(i.consumed_branch, i.cancelled_branch) LEFT JOIN relay_lease l ON l.id = 1` + inputJoins
 
 const (
 	// Where one without a run goes is decided as in placeOf: a run that has a step here, or inputs that go before this one,
@@ -86,13 +87,15 @@ const (
 
 func scanInputs(store *sqlite.Store, rows *sql.Rows) (list []InputInfo, err error) {
 	defer rows.Close()
+	now := store.Wall(store.SteadyUS())
 	for rows.Next() {
 		var in InputInfo
-		var status string
-		var inHand int64
+		var inHand, sessionUS int64
+		var noSession string // best effort: why the relay, which takes it from here, has no connection, and when it tries again
 		if err := rows.Scan(&in.Row, &in.Tenant, &in.Run, &in.Agent, &in.Node, &in.ID, &in.Type, &in.Source, &in.State,
 			&in.ArrivedUS, &in.DueUS, &in.NextUS, &in.ExpiresUS, &in.Attempts, &in.Hops, &in.LastError, &in.Reason, &in.Branch, &in.Step, &in.EndedUS,
-			&in.Correlation, &in.Causation, &in.Trace, &in.Data, &status, &inHand); err != nil {
+			&in.Correlation, &in.Causation, &in.Trace, &in.Data, &in.RunStatus, &inHand,
+			&noSession, &sessionUS); err != nil {
 			return nil, err
 		}
 		for _, us := range []*int64{&in.DueUS, &in.NextUS, &in.ExpiresUS} {
@@ -100,9 +103,15 @@ func scanInputs(store *sqlite.Store, rows *sql.Rows) (list []InputInfo, err erro
 				*us = store.Wall(*us)
 			}
 		}
+		if in.State == InputElsewhere && noSession != "" {
+			in.NextUS = max(in.NextUS, sessionUS)
+		}
+		if in.NextUS <= now { // it is over, or what it waits for is not that time
+			in.NextUS = 0
+		}
 		switch {
 		case in.Reason == "":
-			in.Reason = in.waitsFor(status, inHand)
+			in.Reason = in.waitsFor(inHand, noSession)
 		case in.State == InputHanded && in.Node == "":
 			in.Node = strings.TrimPrefix(in.Reason, toNode)
 		}
@@ -112,23 +121,32 @@ func scanInputs(store *sqlite.Store, rows *sql.Rows) (list []InputInfo, err erro
 }
 
 // waitsFor says what keeps an input that is not over; "" when that is only its turn.
-func (in *InputInfo) waitsFor(status string, inHand int64) string {
+func (in *InputInfo) waitsFor(inHand int64, noSession string) string {
+	if in.RunOver() {
+		return "its run is " + in.RunStatus
+	}
 	switch in.State {
 	case InputPending:
 		switch {
-		case status == "done" || status == "failed":
-			return "its run is " + status
-		case status == "paused" && inHand != 0:
+		case in.RunStatus == "paused" && inHand != 0:
 			return fmt.Sprintf("its run is paused at input %d", inHand)
-		case status == "paused":
+		case in.RunStatus == "paused":
 			return "its run is paused"
 		}
 	case InputUnhosted:
 		return "agent " + in.Agent + " is not hosted here"
 	case InputElsewhere:
+		if noSession != "" {
+			return "goes to node " + in.Node + ", and the relay has no session: " + noSession
+		}
 		return "goes to node " + in.Node
 	}
 	return ""
+}
+
+// RunOver says that an input which is not over waits in vain: its run is done or failed, and takes none before it is reopened.
+func (in *InputInfo) RunOver() bool {
+	return slices.Contains(InputStates[:LiveStates], in.State) && (in.RunStatus == "done" || in.RunStatus == "failed")
 }
 
 // InputFilter chooses what Inputs lists. The zero value of a field does not filter, but States and Limit must be set.
@@ -205,7 +223,7 @@ func (f InputFilter) query() (query string, states []any) {
 		add("inbox_pending", inputLive)
 		without("inbox_stray", inputLive)
 	}
-	ended := slices.DeleteFunc([]string{InputDead, InputWithdrawn, InputHanded, InputDropped}, func(s string) bool { return !slices.Contains(f.States, s) })
+	ended := slices.DeleteFunc([]string{InputDead, InputHanded, InputDropped}, func(s string) bool { return !slices.Contains(f.States, s) })
 	if i := slices.Index(ended, InputDead); i >= 0 && f.Run == "" {
 		ended = slices.Delete(ended, i, i+1)
 		add("inbox_dead", "i.outcome = 'dead'"+tenant)
@@ -217,6 +235,7 @@ func (f InputFilter) query() (query string, states []any) {
 	}
 	if wants(InputCancelled) {
 		add("inbox_cancelled", "i.cancelled_branch IS NOT NULL")
+		without("inbox_cancelled", "i.cancelled_branch IS NOT NULL")
 	}
 	if wants(InputConsumed) {
 		from = append(from, `SELECT input FROM (WITH RECURSIVE walk (prev_id, input) AS (
@@ -257,12 +276,12 @@ func ReadInput(ctx context.Context, store *sqlite.Store, row int64) (InputInfo, 
 var findQueries = []string{
 	"SELECT id FROM inbox i WHERE i.run = (" + runID + ") AND " + inputLive + " AND i.input_id = ?3 ORDER BY i.id DESC LIMIT 1",
 	"SELECT id FROM inbox i INDEXED BY inbox_stray WHERE i.run IS NULL AND " + inputLive + " AND i.tenant = ?1 AND i.run_name = ?2 AND i.input_id = ?3 ORDER BY i.id DESC LIMIT 1",
-	"SELECT id FROM inbox i WHERE i.run = (" + runID + ") AND i.outcome IN ('dead', 'withdrawn', 'dropped') AND i.input_id = ?3 ORDER BY i.id DESC LIMIT 1",
+	"SELECT id FROM inbox i WHERE i.run = (" + runID + ") AND i.outcome IN ('dead', 'dropped') AND i.input_id = ?3 ORDER BY i.id DESC LIMIT 1",
 	`SELECT input FROM (WITH RECURSIVE walk (prev_id, input) AS (
 		SELECT * FROM (SELECT c.prev_id, c.input FROM branch b JOIN checkpoint c ON c.id = b.head_id AND c.branch = b.id WHERE b.run = (` + runID + `) ORDER BY b.gen DESC)
 		UNION ALL SELECT c.prev_id, c.input FROM walk w JOIN checkpoint c ON c.id = w.prev_id) SELECT input FROM walk) w CROSS JOIN inbox i ON i.id = w.input
 		WHERE i.input_id = ?3 LIMIT 1`,
-	`SELECT i.id FROM inbox i INDEXED BY inbox_ended WHERE i.run IS NULL AND i.outcome IN ('dead', 'dropped', 'withdrawn')
+	`SELECT i.id FROM inbox i INDEXED BY inbox_ended WHERE i.run IS NULL AND i.outcome IN ('dead', 'dropped')
 		AND i.tenant = ?1 AND i.run_name = ?2 AND i.input_id = ?3 ORDER BY i.id DESC LIMIT 1`,
 	"SELECT i.id FROM inbox i INDEXED BY inbox_cancelled WHERE i.cancelled_branch IN (SELECT id FROM branch WHERE run = (" + runID + ")) AND i.run = (" + runID + ") AND i.input_id = ?3 ORDER BY i.id DESC LIMIT 1",
 }

@@ -292,7 +292,7 @@ func drop(ctx context.Context, tx *sqlite.Tx, tenant string, row int64, reason s
 	switch k.state {
 	case InputDropped:
 		return h, nil
-	case InputConsumed, InputCancelled, InputWithdrawn, InputHanded:
+	case InputConsumed, InputCancelled, InputHanded:
 		return h, &Refusal{row, fmt.Sprintf("input %d is %s", row, k.state), ""}
 	}
 	if reason == "" {

@@ -35,6 +35,7 @@ type App struct {
 
 	logLevel, logFormat string
 	foreign             []string // flags that mean nothing to the command that runs
+	fromEnv             []string // flags that have their value from the environment
 
 	help helpOutput
 }
@@ -55,7 +56,15 @@ func (h *helpOutput) Write(p []byte) (int, error) {
 
 // Execute runs the command that the arguments name.
 func (a *App) Execute(ctx context.Context, root *cobra.Command) error {
-	return errors.Join(root.ExecuteContext(ctx), a.help.err)
+	err := root.ExecuteContext(ctx)
+	if errors.Is(err, sqlite.ErrForeign) && slices.Contains(a.fromEnv, "db") {
+		hint := "POSTRIDER_DB names this database; --db FILE names another one"
+		if other := HintOf(err); other != "" {
+			hint = other + "; " + hint
+		}
+		err = WithHint(err, "%s", hint)
+	}
+	return errors.Join(err, a.help.err)
 }
 
 // UsageError: the command line is wrong, and nothing was done.
@@ -191,8 +200,14 @@ func (a *App) environment(c *cobra.Command) (err error) {
 				return
 			}
 		}
+		a.fromEnv = append(a.fromEnv, f.Name)
 	})
 	return err
+}
+
+// given says that the command line itself has a flag: the environment speaks to other commands too.
+func (a *App) given(c *cobra.Command, flag string) bool {
+	return c.Flags().Changed(flag) && !slices.Contains(a.fromEnv, flag)
 }
 
 // prepare takes in the environment and checks the flags that all commands share.

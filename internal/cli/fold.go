@@ -118,6 +118,9 @@ func (a *App) foldShow() *cobra.Command {
 			if errors.Is(err, fold.ErrNotFound) && node != "" {
 				return elsewhere(ctx, f, a.tenant, given[0], err)
 			}
+			if errors.Is(err, fold.ErrNotFound) {
+				return WithHint(err, "no event of it has arrived here: postrider outbox ls lists, on its node, what is not shipped yet; --tenant NAME names another tenant")
+			}
 			if err != nil {
 				return err
 			}

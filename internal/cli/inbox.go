@@ -43,8 +43,7 @@ func (a *App) inboxLs() *cobra.Command {
   elsewhere   it belongs to another node, and is about to be handed over
 
 With --state also: dead (set aside after its last attempt), dropped (by an operator), handed-over (to another node),
-withdrawn (by a rewind), cancelled (by the agent that sent it), consumed (by a step; listed of one --run). N is what
-requeue and drop take.`,
+cancelled (by the agent that sent it), consumed (by a step; listed of one --run). N is what requeue and drop take.`,
 		Example: "  postrider inbox ls\n" +
 			"  postrider inbox ls --run run-1 --state all\n" +
 			"  postrider inbox ls --tenant '' --state paused --state dead -o jsonl",
@@ -186,8 +185,8 @@ func (a *App) printInputs(ctx context.Context, store *sqlite.Store, f executor.I
 		listed, left = listed+len(inputs), left-len(inputs)
 	}
 	if listed == 0 && f.Run != "" && f.Tenant != "" { // nothing to list, or no such run?
-		if _, err := executor.TailFrom(ctx, store, f.Tenant, f.Run, 0); err != nil {
-			return noRun(err)
+		if err := knownRun(ctx, store, f.Tenant, f.Run); err != nil {
+			return err
 		}
 	}
 	var err error
@@ -203,6 +202,23 @@ func (a *App) printInputs(ctx context.Context, store *sqlite.Store, f executor.I
 		fmt.Fprintf(a.Stderr, "there are more: --after %d lists them\n", f.After)
 	}
 	return err
+}
+
+// knownRun fails when there is neither a run of that name nor an input for one: those for other nodes, and those that came
+// malformed, have no run here.
+func knownRun(ctx context.Context, store *sqlite.Store, tenant, run string) error {
+	_, err := executor.TailFrom(ctx, store, tenant, run, 0)
+	if !errors.Is(err, executor.ErrNotFound) {
+		return err
+	}
+	inputs, _, other := executor.Inputs(ctx, store, executor.InputFilter{Tenant: tenant, Run: run, States: executor.InputStates, Limit: 1})
+	if other != nil {
+		return other
+	}
+	if len(inputs) == 0 {
+		return noRun(err)
+	}
+	return nil
 }
 
 // inputPairs is an input for object.
@@ -282,14 +298,14 @@ func (a *App) operation(name, short, long, example string,
 		}
 		which.Tenant = a.tenant
 		return a.withNode(c, false, func(ctx context.Context, store *sqlite.Store) error {
-			if which.Run != "" && a.tenant != "" {
-				if _, err := executor.TailFrom(ctx, store, a.tenant, which.Run, 0); err != nil {
-					return noRun(err)
-				}
-			}
 			all, err := do(ctx, store, which, reason)
 			if err != nil {
 				return getOn(err)
+			}
+			if len(all) == 0 && which.Run != "" && a.tenant != "" {
+				if err := knownRun(ctx, store, a.tenant, which.Run); err != nil {
+					return err
+				}
 			}
 			return a.printHandled(name, all)
 		})

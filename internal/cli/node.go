@@ -223,7 +223,11 @@ func (n *Node) check(f *pflag.FlagSet) error {
 		{"dedup-window", int64(n.DedupWindow), int64(time.Minute)},
 	} {
 		if flag.value < flag.least {
-			return Usagef("--%s: %s is too small", flag.name, f.Lookup(flag.name).Value)
+			value, least := f.Lookup(flag.name).Value, strconv.FormatInt(flag.least, 10)
+			if value.Type() == "duration" {
+				least = time.Duration(flag.least).String()
+			}
+			return Usagef("--%s: %s is too small, at least %s is allowed", flag.name, value, least)
 		}
 	}
 	for _, r := range n.routes {

@@ -44,7 +44,10 @@ last step sets a paused run going again.`,
 		return a.withNode(c, false, func(ctx context.Context, store *sqlite.Store) error {
 			out, err := executor.Rewind(ctx, store, a.tenant, given[0], to, reason)
 			if errors.Is(err, executor.ErrNotFound) {
-				return hint(err)
+				if _, other := executor.TailFrom(ctx, store, a.tenant, given[0], 0); other != nil { // it is the run that there is not
+					return noRun(err)
+				}
+				return WithHint(err, "postrider runs steps %s lists its steps", given[0])
 			}
 			if err != nil {
 				return err

@@ -38,7 +38,7 @@ AGENT is one that was hosted on this database before, or has a route; AGENT@NODE
 handed over to it by MQTT. A traceparent in the environment variable TRACEPARENT goes along.
 
 With --wait the command ends when a step has consumed the input, and prints what that step did. It fails when the input
-is set aside (exit code 1), when its run is paused at it (1), or when --timeout has passed (124): then the input waits on.
+is set aside (exit code 1), when its run is paused at it, done or failed (1), or when --timeout has passed (124): then the input waits on.
 An input that was handed over to another node has come as far as can be waited for. Of an input that was sent before,
 what its step did is printed.`,
 		Example: "  postrider send counter run-1 --data '{\"hello\": 1}'\n" +
@@ -67,6 +67,9 @@ what its step did is printed.`,
 		}
 		if c.Flags().Changed("id") && in.ID == "" {
 			return WithHint(Usagef("--id must not be empty"), "left out, it stands for a new one")
+		}
+		if !wait && a.given(c, "timeout") {
+			return WithHint(Usagef("--timeout is how long --wait waits, which is not given"), "--in DURATION has the input wait")
 		}
 		if timeout <= 0 {
 			return Usagef("--timeout: %s is no time to wait", timeout)

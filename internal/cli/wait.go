@@ -57,13 +57,17 @@ func (a *App) await(ctx context.Context, store *sqlite.Store, sent executor.Subm
 			return a.printHandedOver(sent, &in)
 		case executor.InputDead:
 			return WithHint(fmt.Errorf("%s was set aside: %s", what, in.Reason), "postrider inbox requeue %d gives it again, postrider inbox drop %d gives it up", in.Row, in.Row)
-		case executor.InputDropped, executor.InputWithdrawn:
+		case executor.InputDropped:
 			return fmt.Errorf("%s was %s: %s", what, in.State, in.Reason)
 		case executor.InputCancelled:
 			return fmt.Errorf("%s was cancelled by the agent that sent it", what)
 		case executor.InputPaused:
 			return WithHint(fmt.Errorf("%s is not consumed: the run is paused at it: %s", what, in.LastError),
 				"postrider runs resume %s tries it again, postrider inbox drop %d has the run go on without it", in.Run, in.Row)
+		}
+		if in.RunOver() {
+			return WithHint(fmt.Errorf("%s is not consumed: run %s is %s", what, in.Run, in.RunStatus),
+				"postrider runs reopen %s has the run take its inputs again, postrider inbox drop %d gives this one up", in.Run, in.Row)
 		}
 		select {
 		case <-poll.C:
@@ -89,6 +93,9 @@ func stuck(what string, in *executor.InputInfo, limit time.Duration) error {
 		text += " until " + stamp(in.DueUS)
 	}
 	hint := "postrider runs show " + in.Run + " shows its run; the input is stored, and waits on"
+	if in.RunStatus == "" { // there is no such run here
+		hint = "postrider inbox ls --run " + in.Run + " --state all shows what becomes of it; it is stored, and waits on"
+	}
 	if in.State == executor.InputPending && in.LastError == "" && in.Reason == "" {
 		hint = "does a node run on this database? the input is stored, and waits on"
 	}
@@ -132,12 +139,12 @@ func (a *App) printEffects(ctx context.Context, store *sqlite.Store, sent execut
 			"branch", l.Branch, "step", l.Step, "live", l.Live, "next", l.Next, "lsn", l.LSN, "state", raw(l.State),
 			"events", array(events), "commands", array(commands), "messages", array(messages)))
 	}
-	err = a.fields("tenant", sent.Tenant, "run", sent.Run, "id", sent.ID, "duplicate", yesNo(sent.Duplicate), "branch", l.Branch, "step", number(l.Step),
-		"next", l.Next, "state", cut(string(l.State), 2000))
-	if err == nil && !l.Live {
-		err = a.fields("taken back", "yes: a rewind abandoned this step")
+	pairs := []string{"tenant", sent.Tenant, "run", sent.Run, "id", sent.ID, "duplicate", yesNo(sent.Duplicate), "branch", l.Branch, "step", number(l.Step),
+		"next", l.Next, "state", cut(string(l.State), 2000)}
+	if !l.Live {
+		pairs = append(pairs, "taken back", "yes: a rewind abandoned this step")
 	}
-	if err != nil || len(l.Records)+len(l.Commands) == 0 {
+	if err := a.fields(pairs...); err != nil || len(l.Records)+len(l.Commands) == 0 {
 		return err
 	}
 	if err := a.blank(); err != nil {
