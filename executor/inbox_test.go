@@ -410,3 +410,73 @@ func TestEffectsAreThoseOfTheStepAlone(t *testing.T) {
 		}
 	}
 }
+
+// What waits for a best-effort route says why the relay cannot send it, and when that is tried again.
+func TestInputSaysThatTheRelayHasNoSession(t *testing.T) {
+	n := newNode(t, one(scripted), routed("b=n2,best-effort", "c=n2"))
+	n.send("b", "r", "x", "{}")
+	n.send("c", "r", "y", "{}")
+	n.exec("UPDATE inbox SET next_us = ? WHERE input_id IN ('x', 'y')", n.store.SteadyUS()-1)
+	later := time.Now().Add(time.Hour).UnixMicro()
+	for _, c := range []struct {
+		lease       []any // last error and next try
+		why         string
+		nextX, next int64
+	}{
+		{nil, "goes to node n2", 0, 0},
+		{[]any{"refused", later}, "goes to node n2, and the relay has no session: refused", later, 0},
+		{[]any{"refused", 1}, "goes to node n2, and the relay has no session: refused", 0, 0},
+		{[]any{nil, nil}, "goes to node n2", 0, 0},
+	} {
+		if c.lease != nil {
+			n.exec("INSERT OR REPLACE INTO relay_lease (id, fence, holder, since_us, last_error, next_us) VALUES (1, 1, 'h', 1, ?, ?)", c.lease...)
+		}
+		x, err := FindInput(t.Context(), n.store, "d", "r", "x")
+		y, yerr := FindInput(t.Context(), n.store, "d", "r", "y")
+		if err != nil || x.State != InputElsewhere || x.Reason != c.why || x.NextUS != c.nextX {
+			t.Errorf("%v: %s, %q, next try %d, %v", c.lease, x.State, x.Reason, x.NextUS, err)
+		}
+		if yerr != nil || y.Reason != "goes to node n2" || y.NextUS != c.next {
+			t.Errorf("%v: the one with an outbox: %q, next try %d, %v", c.lease, y.Reason, y.NextUS, yerr)
+		}
+	}
+}
+
+// A timer of a run that ended does not come due before the run is reopened.
+func TestTimerOfARunThatIsOverSaysSo(t *testing.T) {
+	n := newNode(t, one(scripted), quick)
+	if _, err := Submit(t.Context(), n.store, Input{Tenant: "d", Agent: "a", Run: "r", ID: "timer", Type: "t", Data: []byte("{}"), In: time.Hour}); err != nil {
+		t.Fatal(err)
+	}
+	if in, err := FindInput(t.Context(), n.store, "d", "r", "timer"); err != nil || in.RunOver() || in.Reason != "" {
+		t.Errorf("before the end: %+v, %v", in, err)
+	}
+	n.send("a", "r", "end", `{"next": "done"}`)
+	n.settle()
+	in, err := FindInput(t.Context(), n.store, "d", "r", "timer")
+	if err != nil || in.State != InputWaiting || !in.RunOver() || in.Reason != "its run is done" {
+		t.Errorf("%+v, %v", in, err)
+	}
+	if end, err := FindInput(t.Context(), n.store, "d", "r", "end"); err != nil || end.RunOver() || end.Reason != "" {
+		t.Errorf("the input that ended it: %+v, %v", end, err)
+	}
+	if _, err := Reopen(t.Context(), n.store, "d", "r", ""); err != nil {
+		t.Fatal(err)
+	}
+	if in, err := FindInput(t.Context(), n.store, "d", "r", "timer"); err != nil || in.RunOver() || in.Reason != "" {
+		t.Errorf("reopened: %+v, %v", in, err)
+	}
+}
+
+// A command for another node that was cancelled while it waited has no run here, and is listed by the run it was for.
+func TestCancelledStrayIsListedByItsRun(t *testing.T) {
+	n := newNode(t, one(scripted), routed("b=n2"))
+	n.send("a", "r", "go", `{"commands": [{"agent": "b", "run": "r2", "type": "t", "data": {}, "id": "c", "in": "1h"}]}`)
+	n.settle()
+	n.send("a", "r", "stop", `{"cancel": ["c"]}`)
+	n.settle()
+	list, _, err := Inputs(t.Context(), n.store, InputFilter{Tenant: "d", Run: "r2", States: InputStates, Limit: 10})
+	if err != nil || len(list) != 1 || list[0].State != InputCancelled {
+		t.Errorf("%+v, %v", list, err)
+	}
+}

@@ -10,6 +10,7 @@ import (
 	"io"
 	"strconv"
 	"strings"
+	"unicode"
 	"unicode/utf8"
 
 	"postrider/internal/record"
@@ -81,7 +82,7 @@ func (s *Shown) WriteJSON(w io.Writer) error {
 }
 
 // appendString appends a JSON string without the HTML escapes of json.Marshal, and with escapes for the control characters
-// that it leaves as they are, DEL and U+0080 to U+009F: a terminal obeys some of them.
+// that it leaves as they are, DEL and U+0080 to U+009F, and those that turn the direction of writing: a terminal obeys them.
 func appendString(dst []byte, s string) []byte {
 	b := bytes.NewBuffer(nil)
 	enc := json.NewEncoder(b)
@@ -90,7 +91,7 @@ func appendString(dst []byte, s string) []byte {
 		panic(err) // a string can always be encoded
 	}
 	for _, r := range string(b.Bytes()[:b.Len()-1]) { // without Encode's newline
-		if r >= 0x7f && r < 0xa0 {
+		if r >= 0x7f && r < 0xa0 || unicode.Is(unicode.Bidi_Control, r) {
 			dst = fmt.Appendf(dst, `\u%04x`, r)
 		} else {
 			dst = utf8.AppendRune(dst, r)

@@ -10,7 +10,7 @@ import (
 
 // Types come from whoever publishes on the topic; data stays the agent's bytes.
 func TestShownJSONHasNoRawControlCharacters(t *testing.T) {
-	s := Shown{Tenant: "t", Records: []ShownRecord{{Type: "a\x7f\u0080\u009f\u00a0é\x1b<", Data: []byte("\"\u009b\"")}}}
+	s := Shown{Tenant: "t", Records: []ShownRecord{{Type: "a\x7f\u0080\u009f\u202e\u00a0é\x1b<", Data: []byte("\"\u009b\"")}}}
 	got := string(s.AppendJSON(nil))
 	want := `{"tenant":"t","node":"","run":"","branch":"","lsn":0,"records":[{"branch":"","lsn":0,"type":"a\u007f\u0080\u009f` +
 		"\u00a0é" + `\u001b<","data":"` + "\u009b" + `"}]}`

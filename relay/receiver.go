@@ -121,7 +121,7 @@ func (v *Receiver) run(ctx context.Context) {
 	defer v.c.run(false)
 	for failures := 0; ctx.Err() == nil; failures++ {
 		v.c.turned.set()
-		began, progress := time.Now(), false
+		progress := false
 		err := guard(func() error { return v.session(ctx, &progress) })()
 		if ctx.Err() != nil {
 			return
@@ -129,7 +129,7 @@ func (v *Receiver) run(ctx context.Context) {
 		if err == nil {
 			err = errEnded
 		}
-		if progress || time.Since(began) > v.o.BackoffMax {
+		if progress {
 			failures = 0
 		}
 		pause := backoff(v.o.BackoffMin, v.o.BackoffMax, failures)
@@ -173,6 +173,8 @@ func (v *Receiver) session(ctx context.Context, progress *bool) error {
 	defer func() { v.sub.Resume = conn.Confirmed() }()
 	v.connected.Set(1)
 	defer v.connected.Set(0)
+	up := time.Now()
+	defer func() { *progress = *progress || time.Since(up) > goodSession }()
 	v.c.connected()
 	if conn.Confirmed() {
 		if err := v.subscribed(ctx); err != nil {

@@ -127,6 +127,7 @@ func (r *Relay) Run(ctx context.Context) error {
 				stopReceiver = r.startReceiver(ctx)
 			}
 		}
+		began := time.Now()
 		if release != nil {
 			if err := guard(func() error { end = r.runSession(ctx); return nil })(); err != nil {
 				end.err = err
@@ -135,7 +136,7 @@ func (r *Relay) Run(ctx context.Context) error {
 		if ctx.Err() != nil {
 			break
 		}
-		if end.progress {
+		if end.progress || end.connected && time.Since(began) > goodSession {
 			failures = 0
 		}
 		pause := backoff(r.o.BackoffMin, r.o.BackoffMax, failures)
@@ -192,6 +193,10 @@ func holder() string {
 	}
 	return fmt.Sprintf("%d@%s", os.Getpid(), host)
 }
+
+// goodSession is how long a connection lasts that shows that all is well, also when there was nothing to do: what ends it is
+// a first failure.
+const goodSession = 5 * time.Second
 
 // backoff doubles from least with the failures so far (from 0) up to most, with full jitter.
 func backoff(least, most time.Duration, failures int) time.Duration {

@@ -497,6 +497,28 @@ func TestHealthOfAQuietSession(t *testing.T) {
 	}
 }
 
+// After a connection that lasted, also one with nothing to do, the pauses start anew; after short ones they grow.
+func TestAGoodSessionEndsTheBackoff(t *testing.T) {
+	for lasts, want := range map[time.Duration]struct{ least, most int }{6 * time.Second: {85, 100}, time.Second: {5, 70}} {
+		synctest.Test(t, func(t *testing.T) {
+			n := newNode(t)
+			dials := 0
+			r := lonely(n, func(context.Context) (relay.Conn, error) {
+				dials++
+				conn := newFakeConn(ack)
+				time.AfterFunc(lasts, conn.Kill)
+				return conn, nil
+			}, relay.Options{BackoffMax: 30 * time.Second})
+			stop := n.start(r.Run)
+			<-time.After(10 * time.Minute) // of the bubble
+			stop()
+			if dials < want.least || dials > want.most {
+				t.Errorf("%d sessions of %s in ten minutes, want %d to %d", dials, lasts, want.least, want.most)
+			}
+		})
+	}
+}
+
 type hanging struct {
 	*fakeConn
 	until chan struct{}

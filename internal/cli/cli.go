@@ -326,9 +326,13 @@ const patience = time.Minute
 func (a *App) withNode(c *cobra.Command, readOnly bool, use func(ctx context.Context, store *sqlite.Store) error) error {
 	ctx, cancel := context.WithTimeout(c.Context(), patience)
 	defer cancel()
-	store, err := sqlite.Open(ctx, a.db, sqlite.NodeSchema(a.Schema, "", a.db), sqlite.Options{ReadOnly: readOnly, Logger: a.Log})
+	log, say := holdBack(a.Log)
+	store, err := sqlite.Open(ctx, a.db, sqlite.NodeSchema(a.Schema, "", a.db), sqlite.Options{ReadOnly: readOnly, Logger: log})
 	if err != nil {
 		return err
 	}
-	return errors.Join(use(ctx, store), store.Close())
+	if err = errors.Join(use(ctx, store), store.Close()); err == nil {
+		say()
+	}
+	return err
 }

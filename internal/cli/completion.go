@@ -126,17 +126,26 @@ func (a *App) completeAgent(c *cobra.Command, _ []string, begun string) ([]strin
 	})
 }
 
-// completeInput offers the numbers of inputs in some states, with what they are.
-func (a *App) completeInput(states []string) cobra.CompletionFunc {
+// completeInput offers the numbers of inputs in some states, with what they are, those that came malformed among them or
+// not: they have no id.
+func (a *App) completeInput(states []string, malformed bool) cobra.CompletionFunc {
 	return func(c *cobra.Command, given []string, begun string) ([]string, cobra.ShellCompDirective) {
 		return a.lookUp(c, func(ctx context.Context, store *sqlite.Store) (offers []string, err error) {
-			inputs, _, err := executor.Inputs(ctx, store, executor.InputFilter{Tenant: a.tenant, States: states, Limit: completionMost})
-			for _, in := range inputs {
-				if n := number(in.Row); strings.HasPrefix(n, begun) && !slices.Contains(given, n) {
-					offers = append(offers, n+"\t"+clean(in.State+", "+in.Run+" "+in.ID))
+			f := executor.InputFilter{Tenant: a.tenant, States: states, Limit: completionMost}
+			for more := true; more && len(offers) < completionMost; {
+				var inputs []executor.InputInfo
+				if inputs, more, err = executor.Inputs(ctx, store, f); err != nil {
+					return offers, err
+				}
+				for _, in := range inputs {
+					n := number(in.Row)
+					if strings.HasPrefix(n, begun) && !slices.Contains(given, n) && (malformed || in.ID != "") {
+						offers = append(offers, n+"\t"+clean(in.State+", "+in.Run+" "+in.ID))
+					}
+					f.After = in.Row
 				}
 			}
-			return offers, err
+			return offers, nil
 		})
 	}
 }

@@ -46,7 +46,7 @@ func TestCompletionOffersWhatIsKnown(t *testing.T) {
 		{"runs ls --db ", "", files}, {"fold --db ", "", files}, {"fold show --db ", "", files}, {"serve --node ", "", noFile},
 		{"runs ls ", "", noFile}, {"send ", "", noFile}, {"send a ", "", noFile}, {"runs tail ", "", noFile}, {"rewind ", "", noFile}, {"fold show ", "", noFile},
 		{"runs ", "ls show steps tail resume reopen", noFile}, {"inbox ", "ls dead requeue drop", noFile},
-		{"inbox ls --state ", "waiting pending running paused unhosted elsewhere consumed cancelled dead withdrawn handed-over dropped all", noFile},
+		{"inbox ls --state ", "waiting pending running paused unhosted elsewhere consumed cancelled dead handed-over dropped all", noFile},
 		{"inbox requeue ", "", noFile}, {"inbox drop --run ", "", noFile}, {"inbox ls --agent ", "", noFile}, {"runs resume ", "", noFile}, {"send a@", "", noFile}, {"completion ", "bash zsh fish", noFile}, {"outbox s", "stats", noFile},
 	} {
 		offers, directive := completed(t, strings.Split(c.words, " ")...)

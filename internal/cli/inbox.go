@@ -270,7 +270,7 @@ func (a *App) operation(name, short, long, example string,
 		Short:             short,
 		Long:              long,
 		Example:           example,
-		ValidArgsFunction: a.completeInput(states),
+		ValidArgsFunction: a.completeInput(states, name == "drop"), // one that is malformed cannot be requeued
 	}
 	c.Flags().StringVar(&which.Run, "run", "", "all dead letters of this `RUN`")
 	c.Flags().BoolVar(&which.All, "all", false, "all dead letters of the tenant")

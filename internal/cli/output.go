@@ -99,8 +99,8 @@ func object(pairs ...any) []byte {
 	return append(b, '}')
 }
 
-// appendJSON writes v without the escapes that json.Marshal adds for HTML, and with those that it leaves out: DEL and the
-// control characters from U+0080, some of which begin an escape sequence as ESC [ does.
+// appendJSON writes v without the escapes that json.Marshal adds for HTML, and with those that it leaves out: DEL, the control
+// characters from U+0080, some of which begin an escape sequence as ESC [ does, and those that turn the direction of writing.
 func appendJSON(b []byte, v any) []byte {
 	w := bytes.NewBuffer(nil)
 	enc := json.NewEncoder(w)
@@ -109,7 +109,7 @@ func appendJSON(b []byte, v any) []byte {
 		panic(err) // strings, numbers and structs of them always can be
 	}
 	for _, r := range string(w.Bytes()[:w.Len()-1]) { // without Encode's newline; always UTF-8
-		if r >= 0x7f && r < 0xa0 {
+		if r >= 0x7f && r < 0xa0 || unicode.Is(unicode.Bidi_Control, r) {
 			b = fmt.Appendf(b, `\u%04x`, r)
 		} else {
 			b = utf8.AppendRune(b, r)

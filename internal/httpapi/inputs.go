@@ -1,6 +1,7 @@
 package httpapi
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -77,17 +78,17 @@ func (i *inputs) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	if p.Status >= 500 && r.Context().Err() == nil {
-		i.warn(p.Status)
+		i.warn(p)
 	}
 	i.log.Debug("request refused", "code", p.Status, "field", p.Field)
 	p.write(w)
 }
 
 // warn says at most once a minute that clients are sent away.
-func (i *inputs) warn(code int) {
+func (i *inputs) warn(p *problem) {
 	now, last := time.Now().Unix(), i.warned.Load()
 	if now-last >= 60 && i.warned.CompareAndSwap(last, now) {
-		i.log.Warn("inputs are not taken", "code", code)
+		i.log.Warn("inputs are not taken", "code", p.Status, "reason", cmp.Or(p.reason, reasonOther))
 	}
 }
 
@@ -106,7 +107,7 @@ func (i *inputs) answer(w http.ResponseWriter, r *http.Request) *problem {
 	}
 	if i.requested.Add(1) > i.requests {
 		i.requested.Add(-1)
-		return tryLater(time.Second, "more than %d requests are being answered", i.requests)
+		return tryLater(reasonFlood, time.Second, "more than %d requests are being answered", i.requests)
 	}
 	defer i.requested.Add(-1)
 	switch {
@@ -185,7 +186,7 @@ func (i *inputs) post(w http.ResponseWriter, r *http.Request, t target) (p *prob
 	}
 	if i.held.Add(size) > i.bytes {
 		i.held.Add(-size)
-		return tryLater(time.Second, "more than %d bytes are being taken in", i.bytes)
+		return tryLater(reasonFlood, time.Second, "more than %d bytes are being taken in", i.bytes)
 	}
 	defer i.held.Add(-size)
 	if in.Data, p = i.read(w, r); p != nil {
@@ -228,7 +229,9 @@ func (i *inputs) read(w http.ResponseWriter, r *http.Request) (b []byte, p *prob
 }
 
 func tooLarge() *problem {
-	return newProblem(http.StatusRequestEntityTooLarge, "an input has at most %d bytes", maxBody)
+	p := newProblem(http.StatusRequestEntityTooLarge, "data: an input has at most %d bytes", maxBody)
+	p.Field = "data"
+	return p
 }
 
 // patient moves the deadline of a connection with each read. At the end of the body net/http takes it away.

@@ -257,7 +257,7 @@ func TestEveryAnswer(t *testing.T) {
 		{"done run", request{path: tenants + "/runs/over/inputs", body: `1`}, 409, "", "takes no input"},
 		{"other agent's run", request{path: tenants + "/runs/theirs/inputs", body: `1`}, 409, "", "belongs to agent b"},
 
-		{"too large", request{body: strings.Repeat(" ", maxBody) + "1"}, 413, "", "8388608"},
+		{"too large", request{body: strings.Repeat(" ", maxBody) + "1"}, 413, "data", "8388608"},
 
 		{"form", request{body: `1`, header: head("Content-Type", "application/x-www-form-urlencoded")}, 415, "Content-Type", ""},
 		{"text, as a page may send", request{body: `1`, header: head("Content-Type", "text/plain")}, 415, "Content-Type", ""},
@@ -619,21 +619,26 @@ func TestTraceparent(t *testing.T) {
 
 // What the node is at fault for can be tried again, with the same key.
 func TestTryLater(t *testing.T) {
-	var fault error
-	addr := take(t, Inputs{Node: fake(func(context.Context, executor.Input) (executor.Submitted, error) { return executor.Submitted{}, fault })}, nil)
 	for _, c := range []struct {
-		err   error
-		code  int
-		retry string
+		err    error
+		code   int
+		retry  string
+		reason string // in the log
 	}{
-		{fmt.Errorf("write: %w: x", sqlite.ErrFull), 503, "60"}, {sqlite.ErrBusy, 503, "1"}, {sqlite.ErrClosed, 503, "5"},
-		{fmt.Errorf("%w: x", sqlite.ErrUnknown), 503, "5"}, {ErrNotReady, 503, "1"}, {context.DeadlineExceeded, 503, "5"},
-		{errors.New("panic in a write: <b>\nstack"), 500, ""},
+		{fmt.Errorf("write: %w: x", sqlite.ErrFull), 503, "60", "full"}, {sqlite.ErrBusy, 503, "1", "busy"}, {sqlite.ErrClosed, 503, "5", "other"},
+		{fmt.Errorf("%w: x", sqlite.ErrUnknown), 503, "5", "other"}, {ErrNotReady, 503, "1", "starting"}, {context.DeadlineExceeded, 503, "5", "busy"},
+		{errors.New("panic in a write: <b>\nstack"), 500, "", "other"},
 	} {
-		fault = c.err
+		var log lockedBuffer
+		addr := take(t, Inputs{Node: fake(func(context.Context, executor.Input) (executor.Submitted, error) { return executor.Submitted{}, c.err })}, func(s *Server) {
+			s.log = slog.New(slog.NewTextHandler(&log, nil))
+		})
 		code, body, header := request{body: `1`}.send(t, addr)
 		if code != c.code || header.Get("Retry-After") != c.retry || strings.Contains(body, "stack") || strings.Contains(body, "<b>") {
 			t.Errorf("%v: %d, Retry-After %q, %s", c.err, code, header.Get("Retry-After"), body)
+		}
+		if want := fmt.Sprintf("code=%d reason=%s\n", c.code, c.reason); !strings.HasSuffix(log.String(), want) {
+			t.Errorf("%v: logged %q, want %s", c.err, log.String(), want)
 		}
 	}
 }

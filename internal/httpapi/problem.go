@@ -23,7 +23,8 @@ type problem struct {
 	Detail string `json:"detail,omitempty"`
 	Field  string `json:"field,omitempty"` // what of the request is wrong, in the words of README.md
 
-	retry time.Duration // when the same request may have luck; 0: it will not
+	retry  time.Duration // when the same request may have luck; 0: it will not
+	reason string        // of a 503, for the log; "": other
 }
 
 func newProblem(status int, format string, args ...any) *problem {
@@ -37,10 +38,19 @@ func badField(field, format string, args ...any) *problem {
 	return p
 }
 
+// The reasons why inputs are not taken.
+const (
+	reasonFull     = "full"     // the disk
+	reasonBusy     = "busy"     // the database
+	reasonFlood    = "flood"    // too many requests, or bytes, in hand
+	reasonStarting = "starting" // the node
+	reasonOther    = "other"    // it ends, or has a fault
+)
+
 // tryLater is a 503. Nothing was stored, except where the detail says otherwise.
-func tryLater(after time.Duration, format string, args ...any) *problem {
+func tryLater(reason string, after time.Duration, format string, args ...any) *problem {
 	p := newProblem(http.StatusServiceUnavailable, format, args...)
-	p.retry = after
+	p.reason, p.retry = reason, after
 	return p
 }
 
@@ -61,17 +71,17 @@ func problemOf(err error) *problem {
 	case errors.Is(err, executor.ErrConflict):
 		return newProblem(http.StatusConflict, "%s", err)
 	case errors.Is(err, ErrNotReady):
-		return tryLater(time.Second, "%s", err)
+		return tryLater(reasonStarting, time.Second, "%s", err)
 	case errors.Is(err, sqlite.ErrFull):
-		return tryLater(time.Minute, "%s", sqlite.ErrFull)
+		return tryLater(reasonFull, time.Minute, "%s", sqlite.ErrFull)
 	case errors.Is(err, sqlite.ErrBusy):
-		return tryLater(time.Second, "%s", sqlite.ErrBusy)
+		return tryLater(reasonBusy, time.Second, "%s", sqlite.ErrBusy)
 	case errors.Is(err, sqlite.ErrUnknown):
-		return tryLater(5*time.Second, "the node ends, and whether the input is stored is not known: under its id it can be sent again")
+		return tryLater(reasonOther, 5*time.Second, "the node ends, and whether the input is stored is not known: under its id it can be sent again")
 	case errors.Is(err, sqlite.ErrClosed), errors.Is(err, context.Canceled):
-		return tryLater(5*time.Second, "the node ends")
+		return tryLater(reasonOther, 5*time.Second, "the node ends")
 	case errors.Is(err, context.DeadlineExceeded):
-		return tryLater(5*time.Second, "the database does not get to it")
+		return tryLater(reasonBusy, 5*time.Second, "the database does not get to it")
 	}
 	reason, _, _ := strings.Cut(err.Error(), "\n") // a stack may follow
 	return newProblem(http.StatusInternalServerError, "%s", reason)

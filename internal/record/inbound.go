@@ -478,7 +478,8 @@ func (m *arrived) raw(to Inbound) Inbound {
 	end, err := skipValue(m.payload, 0)
 	switch {
 	case text && errors.Is(err, errDeep), text && err == nil && skipSpace(m.payload, end) == len(m.payload) && depth(m.payload) == maxDepth:
-		return m.fault(to, fmt.Errorf("payload nests deeper than %d", maxDepth-1)) // one more is around it
+		// Whether something this deep would have been a CloudEvent is not known. Around other payloads there is one level more.
+		return m.fault(to, fmt.Errorf("payload nests deeper than %d, or the data of a CloudEvent deeper than %d", maxDepth-1, maxDepth))
 	case text && err == nil && skipSpace(m.payload, end) == len(m.payload):
 		data = append(append(data, `,"json":`...), m.payload...)
 	case text:

@@ -507,7 +507,11 @@ func TestUpgradeFindsThatAnotherProcessWasQuicker(t *testing.T) {
 			if newer {
 				foreign(fmt.Sprintf("PRAGMA user_version = %d", nodeVersion+1))(t, path)
 			}
-			return nil
+			lock, err := TakeLock(path+".node", "one of the new version") // which may run beside this one
+			if err == nil {
+				t.Cleanup(func() { _ = lock.Release() })
+			}
+			return err
 		}})
 		switch {
 		case newer && !errors.Is(err, ErrNewer):
