@@ -43,7 +43,9 @@ func TestRelayBeforeItsNodeTakesNoInputs(t *testing.T) {
 	if err := inlets.Check(); err != nil {
 		t.Fatal(err)
 	}
-	go func() { ended <- p.relay(ctx, cli.Relay{DB: path, Broker: broker.URL(), Topics: topics, Inlets: inlets}) }()
+	go func() {
+		ended <- p.relay(ctx, cli.Relay{DB: path, Broker: broker.URL(), Topics: topics, Inlets: inlets})
+	}()
 	said := func(what string) func() bool { return func() bool { return strings.Contains(log.String(), what) } }
 	mqtttest.Eventually(t, "inputs are subscribed", said("inputs are subscribed"))
 

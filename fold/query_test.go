@@ -12,7 +12,7 @@ import (
 func TestShownJSONHasNoRawControlCharacters(t *testing.T) {
 	s := Shown{Tenant: "t", Records: []ShownRecord{{Type: "a\x7f\u0080\u009f\u202e\u00a0é\x1b<", Data: []byte("\"\u009b\"")}}}
 	got := string(s.AppendJSON(nil))
-	want := `{"tenant":"t","node":"","run":"","branch":"","lsn":0,"records":[{"branch":"","lsn":0,"type":"a\u007f\u0080\u009f` +
+	want := `{"tenant":"t","node":"","run":"","branch":"","lsn":0,"records":[{"branch":"","lsn":0,"type":"a\u007f\u0080\u009f\u202e` +
 		"\u00a0é" + `\u001b<","data":"` + "\u009b" + `"}]}`
 	if got != want || !json.Valid([]byte(got)) {
 		t.Errorf("%q, not %q", got, want)

@@ -90,10 +90,10 @@ func TestObjectKeepsRawBytes(t *testing.T) {
 	}
 }
 
-// DEL and the C1 controls, which the encoder leaves as they are, are escaped in what is encoded here and nowhere else.
+// DEL, the C1 controls and what turns the direction of writing, which the encoder leaves as they are, are escaped in what is encoded here and nowhere else.
 func TestControlCharactersAreEscapedInJSON(t *testing.T) {
-	text := "a\x7f\u0080\u009b31m\u009f\u00a0é\x1b<&>\xff\U0001f600"
-	want := `"a\u007f\u0080\u009b31m\u009f` + "\u00a0é" + `\u001b<&>\ufffd` + "\U0001f600" + `"`
+	text := "a\x7f\u0080\u009b31m\u009f\u061c\u200f\u202e\u2069\u00a0é\x1b<&>\xff\U0001f600"
+	want := `"a\u007f\u0080\u009b31m\u009f\u061c\u200f\u202e\u2069` + "\u00a0é" + `\u001b<&>\ufffd` + "\U0001f600" + `"`
 	if got := string(appendJSON(nil, text)); got != want {
 		t.Errorf("%q, not %q", got, want)
 	}
@@ -101,7 +101,7 @@ func TestControlCharactersAreEscapedInJSON(t *testing.T) {
 	if err := json.Unmarshal([]byte(want), &back); err != nil || back != strings.ToValidUTF8(text, "\ufffd") {
 		t.Errorf("%q, %v", back, err)
 	}
-	if got := string(object("k\x7f", raw("\"\u009b\""))); got != `{"k\u007f":"`+"\u009b"+`"}` {
+	if got := string(object("k\x7f", raw("\"\u009b\u202e\""))); got != `{"k\u007f":"`+"\u009b\u202e"+`"}` {
 		t.Errorf("%q", got)
 	}
 }
