@@ -143,6 +143,7 @@ func (m *model) step(r *mRun) {
 			if other.pending() && other.created != nil && other.created.line.run == r && fmt.Sprintf("%q", other.command) == id {
 				other.cancelled = at
 				other.run.letGo(other)
+				delete(m.seen, other.run.name+" "+other.id) // it may be set anew
 			}
 		}
 	}
@@ -195,17 +196,23 @@ func (m *model) rewind(t *rapid.T, r *mRun, to int) {
 				continue
 			}
 		}
-		if in.created != nil && in.created.line.run == r && in.created.on() {
-			if in.consumed != nil && abandoned(in.consumed) {
-				in.consumed = nil
-			}
-			if in.cancelled != nil && abandoned(in.cancelled) {
-				in.cancelled = nil
-			}
-		}
 		kept = append(kept, in)
 	}
 	m.inputs = kept
+	for _, in := range m.inputs {
+		if in.created == nil || in.created.line.run != r || !in.created.on() {
+			continue
+		}
+		if in.consumed != nil && abandoned(in.consumed) {
+			in.consumed = nil
+		}
+		if in.cancelled != nil && abandoned(in.cancelled) {
+			in.cancelled = nil
+			if in.command != "" {
+				m.seen[in.run.name+" "+in.id] = true
+			}
+		}
+	}
 	r.letGo(r.claimed)
 }
 
