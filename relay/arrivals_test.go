@@ -25,7 +25,7 @@ func TestBatchesAreBounded(t *testing.T) {
 		{"few", 3, 1, 3, 3},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			v := &Receiver{inlets: &record.Inlets{Node: "n1"}, log: slog.New(slog.DiscardHandler), unmatched: prometheus.NewCounter(prometheus.CounterOpts{Name: "n_total"})}
+			v := &Receiver{inlets: &record.Inlets{Node: "n1"}, log: slog.New(slog.DiscardHandler), unmatched: prometheus.NewCounter(prometheus.CounterOpts{Name: "n_total", Help: "n"})}
 			line := make(chan mqtt.Message, c.messages)
 			for range c.messages {
 				line <- mqtt.Message{Topic: "t", Payload: make([]byte, c.bytes), Ack: func() {}}
