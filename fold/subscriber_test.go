@@ -136,8 +136,9 @@ func TestAnnouncedFoldMissesNothingBeforeItRuns(t *testing.T) {
 		t.Fatal(err)
 	}
 	publishRecords(t, b, events(20)...)
-	runSubscriber(t, s)
+	stop := runSubscriber(t, s)
 	awaitRecords(t, f, 20)
+	stop()
 	b.Close()
 	if err := s.Announce(t.Context()); err == nil {
 		t.Error("there is no broker, and no error")

@@ -19,6 +19,7 @@ import (
 
 // TestMain also lets the test binary be the other processes, which print one line for each thing that happened.
 func TestMain(m *testing.M) {
+	setUp() // before tests that use the driver by themselves
 	program := os.Getenv("POSTRIDER_TEST_PROGRAM")
 	if program == "" {
 		goleak.VerifyTestMain(m)
