@@ -801,3 +801,23 @@ func TestIDsOutliveTheMoveOfAnAgent(t *testing.T) {
 		t.Errorf("%s left", got)
 	}
 }
+
+// After a failure the next look begins at the front again: what failed is the first to be tried.
+func TestAFailedBatchIsTheNextToBeTried(t *testing.T) {
+	n := newNode(t, map[string]agent.Agent{}, routed("b=n2"))
+	for i := range strayBatch + 1 {
+		n.send("b", fmt.Sprint("r", i), fmt.Sprint("x", i), "{}")
+	}
+	fault := errors.New("fault")
+	n.before = func(string) error { return fault }
+	if _, err := n.passOn(t.Context()); !errors.Is(err, fault) {
+		t.Fatal(err)
+	}
+	n.before = nil
+	if _, err := n.passOn(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if got := n.left(); !strings.HasPrefix(got, "x0 x1 ") {
+		t.Errorf("then left %s", got)
+	}
+}
